@@ -1,0 +1,283 @@
+"""Dispatch, combine and their adjoints, written once for every backend, as operators of `torch.library`.
+
+The operators are functional, take only tensors, numbers and strings, and find their dispatcher by its key. The
+adjoint of dispatch is an unweighted combine with the same reduction; the adjoint of combine dispatches the gradient.
+`fast`'s inner rounding is passed straight through.
+
+All four are ordered effects, so a compiler neither drops nor reorders them, and all return one list of tensors:
+inductor strips the effect's token as if a single output followed it, and mistakes sizes that an operator with several
+outputs creates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .backends.base import Call, Received, Transport, Weights
+from .errors import ContractViolation
+from .group.fingerprint import CallFacts
+from .names import decode_name
+from .ordering import keep_order_in_inductor, register_ordered
+from .rows import score_gradient
+
+
+class Operable(Protocol):
+    """What the operators need of a dispatcher."""
+
+    transport: Transport
+
+    def run_dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, local_counts: Tensor | None, facts: CallFacts
+    ) -> tuple[Tensor, Received]:
+        """One dispatch, checked and compared, with its call number `[1]` int64 on the CPU."""
+
+    def run(self, facts: CallFacts, movement: Callable[[Transport, Call], list[Tensor]]) -> list[Tensor]:
+        """Any other call, numbered and compared."""
+
+
+_open_dispatchers: WeakValueDictionary[str, Operable] = WeakValueDictionary()
+
+
+def register(key: str, dispatcher: Operable) -> None:
+    """Let the operators find an opened dispatcher by `key` for as long as it lives."""
+    _open_dispatchers[key] = dispatcher
+
+
+def _find(key: str) -> Operable:
+    dispatcher = _open_dispatchers.get(key)
+    if dispatcher is None:
+        raise ContractViolation(
+            "the dispatcher of this call no longer exists; keep it alive until its backward has run"
+        )
+    return dispatcher
+
+
+# -- forward
+# ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("crossdock::dispatch", mutates_args=())
+def dispatch(
+    x: Tensor,
+    topk_scores: Tensor,
+    topk_expert_ids: Tensor,
+    num_local_tokens_per_expert: Tensor | None,
+    anchor: Tensor | None,
+    key: str,
+    layer: Tensor,
+    num_tokens_per_rank: int,
+) -> list[Tensor]:
+    """Rows, row scores, tokens per expert, expert offsets, this call's number, then the layout.
+
+    `layer` is an encoded name (see `names.py`). `anchor` is given in grad mode only, and makes the outputs require
+    grad on every rank alike.
+    """
+    facts = CallFacts(-1, "dispatch", decode_name(layer), num_tokens_per_rank, grad_mode=anchor is not None)
+    number, received = _find(key).run_dispatch(x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, facts)
+    told = [received.rows, received.row_scores, received.tokens_per_expert, received.expert_offsets]
+    return [*told, number, *received.layout]
+
+
+@dispatch.register_fake
+def _(
+    x: Tensor,
+    topk_scores: Tensor,
+    topk_expert_ids: Tensor,
+    num_local_tokens_per_expert: Tensor | None,
+    anchor: Tensor | None,
+    key: str,
+    layer: Tensor,
+    num_tokens_per_rank: int,
+) -> list[Tensor]:
+    keep_order_in_inductor(_OPERATORS)
+    transport = _find(key).transport
+    new_size = torch.library.get_ctx().new_dynamic_size
+    num_rows, num_local = new_size(), transport.spec.num_local_experts
+    return [
+        x.new_empty(num_rows, x.shape[1]),
+        x.new_empty(num_rows, dtype=torch.float32),
+        x.new_empty(num_local, dtype=torch.int64),
+        x.new_empty(num_local, dtype=torch.int32),
+        torch.empty(1, dtype=torch.int64, device="cpu"),
+        *transport.fake_layout(x.shape[0], num_rows, x, new_size),
+    ]
+
+
+@torch.library.custom_op("crossdock::combine", mutates_args=())
+def combine(
+    rows: Tensor,
+    topk_scores: Tensor,
+    row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    anchor: Tensor | None,
+    key: str,
+    layer: Tensor,
+    apply_scores: bool,
+) -> list[Tensor]:
+    """`[T, hidden_dim]` from rows `[R, hidden_dim]`."""
+    facts = CallFacts(
+        -1,
+        "combine",
+        decode_name(layer),
+        grad_mode=anchor is not None,
+        apply_scores=apply_scores,
+        dispatch_number=int(number),
+    )
+    weights = Weights(topk_scores, row_scores) if apply_scores else None
+
+    def movement(transport: Transport, call: Call) -> list[Tensor]:
+        return [transport.rows_home(rows, weights, layout, call)]
+
+    return _find(key).run(facts, movement)
+
+
+@combine.register_fake
+def _(
+    rows: Tensor,
+    topk_scores: Tensor,
+    row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    anchor: Tensor | None,
+    key: str,
+    layer: Tensor,
+    apply_scores: bool,
+) -> list[Tensor]:
+    return [rows.new_empty(topk_scores.shape[0], rows.shape[1])]
+
+
+# -- adjoints
+# -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("crossdock::dispatch_backward", mutates_args=())
+def dispatch_backward(
+    grad_rows: Tensor,
+    grad_row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    key: str,
+    layer: Tensor,
+    num_tokens: int,
+) -> list[Tensor]:
+    """Gradients of x `[T, hidden_dim]` and of the scores `[T, top_k]`."""
+
+    def movement(transport: Transport, call: Call) -> list[Tensor]:
+        dx = transport.rows_home(grad_rows, None, layout, call)
+        return [dx, transport.scalars_home(grad_row_scores, layout, None)]
+
+    return _find(key).run(CallFacts(-1, "dispatch_backward", decode_name(layer), dispatch_number=int(number)), movement)
+
+
+@dispatch_backward.register_fake
+def _(
+    grad_rows: Tensor,
+    grad_row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    key: str,
+    layer: Tensor,
+    num_tokens: int,
+) -> list[Tensor]:
+    top_k = _find(key).transport.spec.top_k
+    return [grad_rows.new_empty(num_tokens, grad_rows.shape[1]), grad_row_scores.new_empty(num_tokens, top_k)]
+
+
+@torch.library.custom_op("crossdock::combine_backward", mutates_args=())
+def combine_backward(
+    grad_out: Tensor,
+    rows: Tensor,
+    row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    key: str,
+    layer: Tensor,
+    apply_scores: bool,
+) -> list[Tensor]:
+    """Gradients of rows `[R, hidden_dim]` and of the scores `[T, top_k]` (empty without `apply_scores`)."""
+
+    def movement(transport: Transport, call: Call) -> list[Tensor]:
+        grad_rows = transport.rows_out(grad_out, layout, call)
+        if not apply_scores:
+            return [grad_rows, row_scores.new_empty(0)]
+        grad_row_scores = score_gradient(rows, grad_rows, row_scores)
+        return [grad_rows, transport.scalars_home(grad_row_scores, layout, None)]
+
+    return _find(key).run(
+        CallFacts(-1, "combine_backward", decode_name(layer), apply_scores=apply_scores, dispatch_number=int(number)),
+        movement,
+    )
+
+
+@combine_backward.register_fake
+def _(
+    grad_out: Tensor,
+    rows: Tensor,
+    row_scores: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    key: str,
+    layer: Tensor,
+    apply_scores: bool,
+) -> list[Tensor]:
+    top_k = _find(key).transport.spec.top_k
+    grad_rows = grad_out.new_empty(row_scores.shape[0], grad_out.shape[1])
+    return [grad_rows, row_scores.new_empty(grad_out.shape[0], top_k) if apply_scores else row_scores.new_empty(0)]
+
+
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, *_, ctx.key, layer, _ = inputs
+    ctx.num_tokens, ctx.hidden_dim, ctx.dtype = x.shape[0], x.shape[1], x.dtype
+    _, row_scores, _, _, number, *layout = output
+    ctx.save_for_backward(layer, row_scores, number, *layout)
+    ctx.set_materialize_grads(False)  # else every integer output would get a gradient of zeros
+
+
+def _dispatch_adjoint(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    layer, row_scores, number, *layout = ctx.saved_tensors
+    grad_rows, grad_scores = grads[0], grads[1]  # None where the loss uses only the other: every rank still takes part
+    if grad_rows is None:
+        grad_rows = row_scores.new_zeros(row_scores.shape[0], ctx.hidden_dim, dtype=ctx.dtype)
+    if grad_scores is None:
+        grad_scores = torch.zeros_like(row_scores)
+    dx, dscores = dispatch_backward(
+        grad_rows.contiguous(), grad_scores.contiguous(), number, layout, ctx.key, layer, ctx.num_tokens
+    )
+    needs_x, needs_scores = ctx.needs_input_grad[:2]
+    return dx if needs_x else None, dscores if needs_scores else None, None, None, None, None, None, None
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    rows, _, row_scores, number, layout, _, ctx.key, layer, ctx.apply_scores = inputs
+    saved_rows = rows if ctx.apply_scores else rows.new_empty(0)
+    ctx.save_for_backward(layer, saved_rows, row_scores, number, *layout)
+
+
+def _combine_adjoint(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    layer, rows, row_scores, number, *layout = ctx.saved_tensors
+    grad_rows, dscores = combine_backward(
+        grads[0].contiguous(), rows, row_scores, number, layout, ctx.key, layer, ctx.apply_scores
+    )
+    needs_rows, needs_scores = ctx.needs_input_grad[:2]
+    dscores = dscores if ctx.apply_scores and needs_scores else None
+    return grad_rows if needs_rows else None, dscores, None, None, [None] * len(layout), None, None, None, None
+
+
+def _refuse_double_backward(ctx: Any, *_: Any) -> Any:
+    raise ContractViolation(
+        "crossdock's dispatch and combine have no second derivative: do not differentiate their backward"
+    )
+
+
+dispatch.register_autograd(_dispatch_adjoint, setup_context=_dispatch_setup)
+combine.register_autograd(_combine_adjoint, setup_context=_combine_setup)
+dispatch_backward.register_autograd(_refuse_double_backward)
+combine_backward.register_autograd(_refuse_double_backward)
+_OPERATORS = (dispatch, combine, dispatch_backward, combine_backward)
+register_ordered(_OPERATORS)

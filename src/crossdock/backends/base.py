@@ -1,0 +1,235 @@
+"""What a backend promises: its traits as data, and the few movements it makes.
+
+A backend moves rows and scalars between ranks. It knows nothing of autograd, of configurations, or of who calls it; the
+dispatcher hands it a `TransportSpec` once and a `Call` with every operation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..group.faults import TransportFault
+from ..group.fingerprint import CallFacts
+from ..group.members import Members
+from ..types import Reduction
+
+__all__ = [
+    "Backend",
+    "BackendTraits",
+    "Call",
+    "GroupFacts",
+    "Layout",
+    "Link",
+    "NewSize",
+    "Received",
+    "Transport",
+    "TransportFault",
+    "TransportSpec",
+    "Weights",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits:
+    """What a backend can and cannot do, as data that `explain` prints and the conformance suite reads.
+
+    Attributes:
+        devices: device types its rows may live on.
+        dtypes: dtypes of rows.
+        row_capacities: kinds of `RowCapacity` it offers.
+        reductions: reductions it meets to the bit.
+        capturable: whether its sync-free calls can be captured in a CUDA graph.
+        token_alignment: every rank's token count must be a multiple of this (the dispatcher pads).
+        ragged_counts: whether ranks may bring different token counts.
+        ordered_rows: whether rows come in the contract's order; otherwise they are compared as a multiset.
+        duplicate_experts: whether a token may name an expert twice.
+        deduplicates: whether a token crosses the wire once per rank that wants it.
+        max_top_k: the most slots of a token; None is no limit.
+        hidden_multiple: `hidden_dim` must be a multiple of this.
+        multi_node: whether the group may span hosts.
+        needs: what has to be installed or present, in words.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    row_capacities: frozenset[str] = frozenset({"exact"})
+    reductions: frozenset[str] = frozenset({"fast", "exact"})
+    capturable: bool = False
+    token_alignment: int = 1
+    ragged_counts: bool = True
+    ordered_rows: bool = True
+    duplicate_experts: bool = True
+    deduplicates: bool = True
+    max_top_k: int | None = None
+    hidden_multiple: int = 1
+    multi_node: bool = False
+    needs: str = "nothing"
+
+
+class GroupFacts(NamedTuple):
+    """The group as a backend needs to know it when it is asked whether it can serve."""
+
+    rank: int
+    size: int
+    device: torch.device | None
+    transport: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportSpec:
+    """The facts of one opened dispatcher that its transport is built for."""
+
+    num_experts: int
+    top_k: int
+    hidden_dim: int
+    dtype: torch.dtype
+    num_max_tokens_per_rank: int
+    expert_alignment: int
+    reduction: Reduction
+    num_sms: int | None
+    timeout_s: float
+    rank: int
+    ep_size: int
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.ep_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How a transport reaches the peers of one opening.
+
+    Attributes:
+        members: see `group.members.Members`.
+        store_prefix: a prefix of the store that no other opening has; empty without a store.
+        on_expiry: tells the session, from any thread, that work of a call (None if unknown) is overdue on the device.
+    """
+
+    members: Members
+    store_prefix: str
+    on_expiry: Callable[[CallFacts | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One operation, as the transport sees it.
+
+    Attributes:
+        facts: what this rank understands the call to be.
+        words: the same as `fingerprint.NUM_WORDS` integers, to be sent to every peer.
+        verify: takes every rank's words and raises `ContractViolation` where they differ.
+    """
+
+    facts: CallFacts
+    words: tuple[int, ...]
+    verify: Callable[[Sequence[Sequence[int]]], None]
+
+
+class Received(NamedTuple):
+    """What a dispatch brings: rows in the contract's order and all that later movements need.
+
+    Attributes:
+        rows: `[R, hidden_dim]`; padding rows are zero.
+        row_scores: `[R]` float32; 0 on padding rows.
+        tokens_per_expert: `[num_local_experts]` int64.
+        expert_offsets: `[num_local_experts]` int32 inclusive padded ends.
+        layout: the backend's own tensors, fixed in number and meaning for one spec.
+    """
+
+    rows: torch.Tensor
+    row_scores: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    layout: list[torch.Tensor]
+
+
+Layout = Sequence[torch.Tensor]
+NewSize = Callable[[], int | torch.SymInt]
+
+
+class Transport(ABC):
+    """The storage and the movements of one opened dispatcher. Every movement is called by all ranks or by none."""
+
+    spec: TransportSpec
+
+    @abstractmethod
+    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
+        """Make a layout and move rows `[T, hidden_dim]` with their scores `[T, top_k]` out along it."""
+
+    @abstractmethod
+    def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
+        """Move rows `[T, hidden_dim]` out along a known layout: `[R, hidden_dim]`, padding rows zero."""
+
+    @abstractmethod
+    def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
+        """Bring one float32 per row `[R]` home to its slot: `[T, top_k]`, 0 where a slot has no row.
+
+        `call` is None when the scalars go with rows that already opened the operation.
+        """
+
+    @abstractmethod
+    def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
+        """Bring rows `[R, hidden_dim]` home and add them up by the spec's reduction: `[T, hidden_dim]`."""
+
+    @abstractmethod
+    def fake_layout(
+        self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
+    ) -> list[torch.Tensor]:
+        """Empty tensors of the shapes that `dispatch` returns as layout, for tracing."""
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """Bytes put on the wire so far: all of them, and those of rows."""
+        return 0, 0
+
+    def num_host_syncs(self) -> int:
+        """How often this transport waited for a number on the host."""
+        return 0
+
+    def close(self) -> None:
+        """Free all storage and links; called once, never waits longer than the spec's timeout."""
+
+
+class Weights(NamedTuple):
+    """The scores of a weighted reduction, at both ends: per slot `[T, top_k]` at home, per row `[R]` at the experts."""
+
+    of_slots: torch.Tensor
+    of_rows: torch.Tensor
+
+
+class Backend(ABC):
+    """A kind of transport: answers whether it can serve, and opens."""
+
+    name: str
+    traits: BackendTraits
+    preference: Literal["never", "fallback", "preferred"] = "fallback"
+
+    def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
+        """Why it cannot serve this shape on this group, in one sentence; None if it can."""
+        traits, device = self.traits, group.device
+        checks = (
+            (
+                device is None or device.type in traits.devices,
+                f"rows on {device} are not offered, only on {', '.join(sorted(traits.devices))}",
+            ),
+            (spec.dtype in traits.dtypes, f"{spec.dtype} is not offered"),
+            (spec.reduction in traits.reductions, f"reduction={spec.reduction!r} is not offered"),
+            (
+                traits.max_top_k is None or spec.top_k <= traits.max_top_k,
+                f"top_k ({spec.top_k}) is above its limit of {traits.max_top_k}",
+            ),
+            (
+                spec.hidden_dim % traits.hidden_multiple == 0,
+                f"hidden_dim ({spec.hidden_dim}) is not a multiple of {traits.hidden_multiple}",
+            ),
+        )
+        return next((why for holds, why in checks if not holds), None)
+
+    @abstractmethod
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        """Allocate and connect. Collective over the group."""

@@ -1,0 +1,248 @@
+"""Dispatch and combine as staged exchanges over any wire that can swap rows between ranks.
+
+One fixed-size message opens every operation: the fingerprint, then (in dispatch) counts and what is wrong with the ids.
+Rows cross the wire once per rank that wants them, and the expert side spreads them over its experts' rows. Going home,
+`fast` adds up every token's rows where they are and sends one row per token and rank; `exact` sends every slot's row.
+
+A rank's own rows never touch the wire. Tables of rows that came from ranks hold the other ranks in ascending order and
+this rank last ("table order"), so that one slice of the table is what the wire fills.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from ..group.fingerprint import NUM_WORDS
+from ..inputs import refuse_bad_ids
+from ..permute import take_or_zero
+from ..rows import gather_rows, new_rows, poisoned, reduce_rows
+from .base import Call, Layout, NewSize, Received, Transport, TransportSpec, Weights
+from .wire_layout import BAD_IDS, COUNTS, Counts, WireLayout, make_planner
+
+Finish = Callable[[], None]  # waits until a started swap has filled its output
+
+
+def nothing() -> None:
+    """A `Finish` with nothing to wait for."""
+
+
+class Wire(ABC):
+    """Swaps tensors between the ranks of one opening. Raises `TransportFault` when a peer does not take part.
+
+    `given_up` is a flag `[1]` int64 on the device that turns results into NaN once a call was given up; None where a
+    swap that fails raises at once.
+    """
+
+    given_up: torch.Tensor | None = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    @abstractmethod
+    def swap_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row q of `headers [size, W]` int64 goes to rank q; returns what left and what came, by rank, on the CPU."""
+
+    def open_call(self, headers: torch.Tensor, call: Call) -> Finish:
+        """Begin to open an operation whose sizes are known; the returned function compares every rank's fingerprint.
+
+        It is called before any row moves. Wires on which a wrong size does no harm may compare later instead.
+        """
+        came = self.swap_headers(headers, call)[1]
+        return lambda: call.verify(came.tolist())
+
+    @abstractmethod
+    def start(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> Finish:
+        """Send `leaving[q]` rows to rank q in rank order, and fill `out` with `arriving[q]` from rank q.
+
+        Neither tensor may be touched before the returned function was called.
+        """
+
+    def close(self) -> None:
+        """Drop the links."""
+
+
+class WireTransport(Transport):
+    """All of `Transport` over one `Wire`."""
+
+    def __init__(self, spec: TransportSpec, wire: Wire, device: torch.device) -> None:
+        self.spec, self.wire, self.device = spec, wire, device
+        self.planner = make_planner(spec, device)
+        self._sent_bytes = self._sent_rows_bytes = self._host_syncs = 0
+
+    # -- the operations ----------------------------------------------------------------------------------------------
+
+    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
+        headers = self._headers(call)
+        self.planner.count(expert_ids, headers)
+        counts = self._swap_counts(headers, call)
+        sent = self.planner.place_sent(expert_ids, headers, counts)
+        slots = torch.cat([expert_ids.to(torch.int32), scores.contiguous().view(torch.int32)], dim=1)
+        arrived_slots, finish_slots = self._start_table(
+            slots, sent.token_of_sent, counts.sent, counts.arrived, rows=False
+        )
+        table, finish_rows = self._start_table(x, sent.token_of_sent, counts.sent, counts.arrived)
+        finish_slots()
+        arrived = self.planner.place_arrived(arrived_slots, counts)
+        home_of_slot, row_of_home = self.planner.place_home(expert_ids, arrived, counts)
+        finish_rows()
+        layout = WireLayout(*sent, arrived.row_of_slot, arrived.slot_of_row, counts.splits(), home_of_slot, row_of_home)
+        return Received(
+            rows=self._spread(table, arrived.slot_of_row),
+            row_scores=arrived.row_scores,
+            tokens_per_expert=arrived.tokens_per_expert,
+            expert_offsets=arrived.expert_offsets,
+            layout=list(layout),
+        )
+
+    def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
+        there = WireLayout(*layout)
+        opened = self._open(call)
+        sent, arrived, _, _ = there.splits.tolist()
+        table, finish = self._start_table(x, there.token_of_sent, sent, arrived, opened=opened)
+        finish()
+        return self._spread(table, there.slot_of_row)
+
+    def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
+        there = WireLayout(*layout)
+        opened = self._open(call)
+        sent, arrived, slots_sent, slots_arrived = there.splits.tolist()
+        if self.spec.reduction == "exact":
+
+            def going(part: slice) -> torch.Tensor:
+                return gather_rows(rows, there.row_of_home[part], may_be_absent=False)
+
+            home = self._send_home(going, slots_sent, slots_arrived, opened=opened)
+            by_slot = None if weights is None else weights.of_slots
+            return reduce_rows(home, there.home_of_slot, by_slot, nan_if=self.wire.given_up)
+        by_row = None if weights is None else weights.of_rows
+
+        def partial(part: slice) -> torch.Tensor:
+            return reduce_rows(rows, there.row_of_slot[part], by_row)
+
+        home = self._send_home(partial, sent, arrived, opened=opened)
+        return reduce_rows(home, there.sent_of_token, None, nan_if=self.wire.given_up)
+
+    def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
+        there = WireLayout(*layout)
+        opened = nothing if call is None else self._open(call)
+        sent, arrived, _, _ = there.splits.tolist()
+
+        def by_slot(part: slice) -> torch.Tensor:
+            return take_or_zero(values, there.row_of_slot[part])
+
+        home = self._send_home(by_slot, sent, arrived, rows=False, opened=opened)
+        values = take_or_zero(home.reshape(-1), there.sent_slot_of_slot)
+        return values if self.wire.given_up is None else poisoned(values, self.wire.given_up)
+
+    def fake_layout(
+        self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
+    ) -> list[torch.Tensor]:
+        top_k, ep_size, exact = self.spec.top_k, self.spec.ep_size, self.spec.reduction == "exact"
+        num_sent, num_arrived = new_size(), new_size()
+        num_home = new_size() if exact else 0
+
+        def empty(*shape: int | torch.SymInt) -> torch.Tensor:
+            return like.new_empty(shape, dtype=torch.int64)
+
+        layout = WireLayout(
+            token_of_sent=empty(num_sent),
+            sent_of_token=empty(num_tokens, ep_size),
+            sent_slot_of_slot=empty(num_tokens, top_k),
+            row_of_slot=empty(num_arrived, top_k),
+            slot_of_row=empty(num_rows),
+            splits=torch.empty(4, ep_size, dtype=torch.int64, device="cpu"),
+            home_of_slot=empty(num_tokens if exact else 0, top_k),
+            row_of_home=empty(num_home),
+        )
+        return list(layout)
+
+    def bytes_sent(self) -> tuple[int, int]:
+        return self._sent_bytes, self._sent_rows_bytes
+
+    def num_host_syncs(self) -> int:
+        return self._host_syncs
+
+    def close(self) -> None:
+        self.wire.close()
+
+    # -- opening a call ----------------------------------------------------------------------------------------------
+
+    def _headers(self, call: Call) -> torch.Tensor:
+        """`[ep_size, W]` int64: the fingerprint, then zeros for what dispatch has to tell."""
+        words = [*call.words, *[0] * (COUNTS - NUM_WORDS + self.spec.num_local_experts)]
+        self._sent_bytes += (self.spec.ep_size - 1) * len(words) * torch.int64.itemsize
+        on_host = torch.tensor([words] * self.spec.ep_size, device="cpu", pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
+
+    def _open(self, call: Call) -> Finish:
+        return self.wire.open_call(self._headers(call), call)
+
+    def _swap_counts(self, headers: torch.Tensor, call: Call) -> Counts:
+        """The one host synchronisation."""
+        left, came = self.wire.swap_headers(headers, call)
+        self._host_syncs += 1
+        call.verify(came.tolist())
+        refuse_bad_ids(came[:, BAD_IDS].tolist(), self.spec.num_experts)
+        return Counts.read(left, came, self.spec.expert_alignment)
+
+    # -- the movements -----------------------------------------------------------------------------------------------
+
+    def _start_table(
+        self,
+        x: torch.Tensor,
+        token_of_sent: torch.Tensor,
+        sent: list[int],
+        arrived: list[int],
+        *,
+        rows: bool = True,
+        opened: Finish = nothing,
+    ) -> tuple[torch.Tensor, Finish]:
+        """`[A, ...]`: what the other ranks send, in rank order, then this rank's own rows, which are there at once."""
+        num_away = sum(sent) - sent[self.spec.rank]
+        table = new_rows(sum(arrived), x)
+        away = gather_rows(x, token_of_sent[:num_away], may_be_absent=False)
+        opened()
+        finish = self._start(table, away, arrived, sent, rows)
+        own = table[table.shape[0] - arrived[self.spec.rank] :]
+        gather_rows(x, token_of_sent[num_away:], may_be_absent=False, out=own)
+        return table, finish
+
+    def _send_home(
+        self,
+        make: Callable[[slice], torch.Tensor],
+        coming: list[int],
+        going: list[int],
+        *,
+        rows: bool = True,
+        opened: Finish = nothing,
+    ) -> torch.Tensor:
+        """`[sum(coming), ...]`: rows back at the ranks they came for, in table order there.
+
+        `make` works out a part of what goes home, in table order: first what travels, then, meanwhile, this rank's own.
+        """
+        num_away = sum(going) - going[self.spec.rank]
+        away = make(slice(num_away))
+        home = new_rows(sum(coming), away)
+        opened()
+        finish = self._start(home, away, coming, going, rows)
+        home[home.shape[0] - coming[self.spec.rank] :] = make(slice(num_away, None))
+        finish()
+        return home
+
+    def _start(
+        self, table: torch.Tensor, away: torch.Tensor, arriving: list[int], leaving: list[int], rows: bool
+    ) -> Finish:
+        num_bytes = away.numel() * away.element_size()
+        self._sent_bytes += num_bytes
+        self._sent_rows_bytes += num_bytes if rows else 0
+        arriving, leaving = [*arriving], [*leaving]
+        arriving[self.spec.rank] = leaving[self.spec.rank] = 0
+        return self.wire.start(table[: sum(arriving)], away, arriving, leaving)
+
+    def _spread(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> torch.Tensor:
+        may_be_absent = self.spec.expert_alignment > 1
+        divisor = self.spec.top_k
+        return gather_rows(table, slot_of_row, divisor=divisor, may_be_absent=may_be_absent, nan_if=self.wire.given_up)

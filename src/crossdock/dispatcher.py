@@ -1,0 +1,299 @@
+"""The dispatcher: opened once over a group, then dispatch and combine through light views, one per layer."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd
+from .backends.base import Backend
+from .errors import ConfigError, ContractViolation
+from .group.members import resolve_members
+from .inputs import check_before_casting, check_combine
+from .names import decode_name, encode_name
+from .opened import OpenDispatcher
+from .select import choose, make_spec
+from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle
+
+
+class TokenDispatcher:
+    """Dispatches tokens to the experts of a group and combines their results.
+
+    Opening is collective over `group`: all members open together, agree on configuration and backend, and get a
+    communicator of their own. All calls are collective too; each is compared across the group, and a rank that is
+    missing or differs becomes an error on every other rank within `timeout_s` plus 5 s.
+
+    Args:
+        config: the same on every rank.
+        group: a ProcessGroup; None is the default group if torch.distributed is initialised, else one rank alone.
+        backend: a name, a `Backend` object, or "auto".
+        device: where the rows live; None takes the group's device.
+
+    Raises:
+        ConfigError, BackendUnavailable: before anything is opened.
+        PeerTimeout, ContractViolation: members that did not come, or asked for something else.
+
+    Example, alone:
+        >>> config = DispatcherConfig(
+        ...     num_experts=4, top_k=2, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=16
+        ... )
+        >>> ids = torch.tensor([[0, 1], [3, -1], [1, 2]])
+        >>> with TokenDispatcher(config) as dispatcher:
+        ...     routed = dispatcher.dispatch(torch.ones(3, 8), torch.ones(3, 2), ids)
+        ...     out = dispatcher.combine(routed.rows, routed.handle)
+        >>> out[:, 0].tolist()
+        [2.0, 1.0, 2.0]
+    """
+
+    def __init__(
+        self,
+        config: DispatcherConfig,
+        group: Any = None,
+        backend: str | Backend = "auto",
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(config, DispatcherConfig):
+            raise ConfigError(f"config must be a DispatcherConfig, got {type(config).__name__}")
+        members = resolve_members(group, device)
+        spec = make_spec(config, members)
+        chosen = choose(config, spec, members, backend)
+        self._backend_name = chosen.name
+        self._open = OpenDispatcher(config, members, spec, chosen)
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def layer(self, name: str) -> LayerView:
+        """A light view for one layer; its name is in every error. Any number of views share this dispatcher."""
+        return LayerView(self, encode_name(name))
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_scores: Tensor,
+        topk_expert_ids: Tensor,
+        num_local_tokens_per_expert: Tensor | None = None,
+        *,
+        num_tokens_per_rank: int | None = None,
+    ) -> Dispatched:
+        """`LayerView.dispatch` of the layer named ""."""
+        return self._nameless().dispatch(
+            x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, num_tokens_per_rank=num_tokens_per_rank
+        )
+
+    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
+        """`LayerView.combine` of the layer named ""."""
+        return self._nameless().combine(rows, handle, apply_scores=apply_scores)
+
+    def join_backward(self, handle: DispatchHandle) -> None:
+        """`LayerView.join_backward` of the layer named ""."""
+        self._nameless().join_backward(handle)
+
+    def _nameless(self) -> LayerView:
+        return LayerView(self, self._open.nameless)
+
+    # -- facts and state --------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> DispatcherConfig:
+        """What it was opened with."""
+        return self._open.config
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that serves."""
+        return self._backend_name
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the rows live; None where any device will do (one rank without torch.distributed)."""
+        return self._open.device
+
+    @property
+    def ep_rank(self) -> int:
+        """Rank of this process inside the group."""
+        return self._open.spec.rank
+
+    @property
+    def ep_size(self) -> int:
+        """How many ranks the experts are sharded over."""
+        return self._open.spec.ep_size
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank: ids `ep_rank * num_local_experts` and up."""
+        return self._open.spec.num_local_experts
+
+    def check(self) -> None:
+        """Raise the dispatcher's first fault, if there was one; touches no peer and does not wait."""
+        self._open.session.raise_fault()
+
+    def stats(self) -> DispatcherStats:
+        """What this rank has done so far. Raises the first fault, if there was one."""
+        self.check()
+        return self._open.stats()
+
+    def close(self) -> None:
+        """Free everything. Idempotent, waits for no peer, and may come before or after `destroy_process_group`."""
+        self._open.close()
+
+    def __enter__(self) -> TokenDispatcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:
+        """A copied model shares the dispatcher."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ContractViolation(f"{self!r} cannot be pickled: it is open in this process alone; keep its config")
+
+    def __repr__(self) -> str:
+        return f"TokenDispatcher(backend={self.backend_name!r}, rank {self.ep_rank} of {self.ep_size})"
+
+
+class LayerView:
+    """One layer's way into a shared dispatcher: the same calls, with the layer's name in every error."""
+
+    def __init__(self, dispatcher: TokenDispatcher, encoded_name: Tensor) -> None:
+        self._dispatcher, self._encoded_name = dispatcher, encoded_name
+        self._open = dispatcher._open
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return decode_name(self._encoded_name)
+
+    @property
+    def dispatcher(self) -> TokenDispatcher:
+        """The dispatcher that this view shares with others."""
+        return self._dispatcher
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_scores: Tensor,
+        topk_expert_ids: Tensor,
+        num_local_tokens_per_expert: Tensor | None = None,
+        *,
+        num_tokens_per_rank: int | None = None,
+    ) -> Dispatched:
+        """Send every token's row to the experts it names.
+
+        Args:
+            x: `[T, hidden_dim]` of the configured dtype; T may be 0 and may differ between ranks.
+            topk_scores: `[T, top_k]` float32; other float dtypes are cast.
+            topk_expert_ids: `[T, top_k]` int32 or int64 global ids; -1 is no expert, and a repeated id counts each
+                time.
+            num_local_tokens_per_expert: `[num_experts]`, this rank's histogram of the ids, where the caller has it: a
+                cross-check (of its shape alone on a GPU).
+            num_tokens_per_rank: this call's bound on T, the same on every rank; left out, the group agrees by itself.
+
+        Raises:
+            InvalidInput: before any communication.
+            ContractViolation, PeerTimeout: ranks that differ, or are missing.
+        """
+        check_before_casting(self._open.config, x, topk_scores, topk_expert_ids, num_tokens_per_rank)
+        scores = topk_scores.to(torch.float32, copy=True)  # the handle outlives what the caller does to its tensor
+        bound = -1 if num_tokens_per_rank is None else num_tokens_per_rank
+        rows, row_scores, counts, offsets, number, *layout = autograd.dispatch(
+            x,
+            scores,
+            topk_expert_ids,
+            num_local_tokens_per_expert,
+            self._anchor(),
+            self._open.key,
+            self._encoded_name,
+            bound,
+        )
+        handle = DispatchHandle(
+            encoded_layer=self._encoded_name,
+            num_tokens=x.shape[0],
+            num_rows=rows.shape[0],
+            topk_scores=scores,
+            row_scores=row_scores.detach().clone(),
+            dispatch_number=number,
+            dispatcher_key=self._open.key,
+            layout=tuple(layout),
+        )
+        return Dispatched(rows=rows, tokens_per_expert=counts, expert_offsets=offsets, scores=row_scores, handle=handle)
+
+    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
+        """Bring the experts' rows home: `[T, hidden_dim]`, every token's rows added up in the order of its slots.
+
+        Args:
+            rows: `[R, hidden_dim]`, in the order in which they were dispatched.
+            handle: of that dispatch; may be combined again, and in any order with others.
+            apply_scores: multiply every row by its slot's score; False where the experts did.
+
+        Raises:
+            InvalidInput: before any communication.
+            ContractViolation, PeerTimeout: ranks that differ, or are missing.
+        """
+        check_combine(self._open.config, self._open.key, rows, handle, apply_scores)
+        outputs: list[Tensor] = autograd.combine(
+            rows,
+            handle.topk_scores,
+            handle.row_scores,
+            handle.dispatch_number,
+            list(handle.layout),
+            self._anchor(),
+            self._open.key,
+            self._encoded_name,
+            apply_scores,
+        )
+        (out,) = outputs
+        if not torch.compiler.is_compiling() and out.grad_fn is not None:
+            self._open.note_combined(handle, out.grad_fn)
+        return out
+
+    def join_backward(self, handle: DispatchHandle) -> None:
+        """Take part in the backward of a combine whose output this rank's loss leaves out, with a gradient of zero.
+
+        Call it where the other ranks call `backward()`. The experts of this rank get the gradients of the other ranks'
+        tokens, as they would in a backward of its own. It is the whole backward of that output: where this rank has a
+        loss over the same graph, add `0 * out.sum()` to that loss instead.
+
+        Raises:
+            ContractViolation: the handle was not combined in grad mode here, or its backward has already run.
+        """
+        nodes = self._open.take_combined(handle)
+        if not nodes:
+            raise ContractViolation(
+                f"join_backward found no backward left for this handle (layer {handle.layer!r}): it was not combined in"
+                " grad mode, its output was dropped with its graph, or it was compiled (then add 0 * out.sum() to the"
+                " loss)"
+            )
+        config = self._open.config
+        zero = handle.row_scores.new_zeros((handle.num_tokens, config.hidden_dim), dtype=config.dtype)
+        _backward_from(nodes, zero)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerView:
+        """A copied model shares the dispatcher."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ContractViolation(f"{self!r} cannot be pickled: its dispatcher is open in this process alone")
+
+    def __repr__(self) -> str:
+        return f"LayerView({self.name!r} of {self._dispatcher!r})"
+
+    def _anchor(self) -> Tensor | None:
+        return self._open.anchor if torch.is_grad_enabled() else None
+
+
+def _backward_from(nodes: list[Any], grad: Tensor) -> None:
+    edges = [torch.autograd.graph.GradientEdge(node, 0) for node in nodes]
+    try:
+        torch.autograd.backward(edges, [grad] * len(edges))
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise ContractViolation("join_backward came late: the backward of this combine has already run here") from error

@@ -1,0 +1,191 @@
+"""One opened dispatcher's life among its peers: its call numbers, its first fault, and its end."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ContractViolation, CrossdockError, InvalidInput, PeerTimeout
+from .addresses import Address, own_hosts
+from .diagnosis import Verdict, diagnose
+from .faults import TransportFault
+from .fingerprint import CallFacts, compare
+from .members import Members
+from .rendezvous import Opening, open_together
+from .status import CallState, StatusServer, find_all
+from .store import store_endpoint, store_fault
+
+
+@dataclass
+class Session:
+    """The state that one dispatcher shares with its peers. Owns the status endpoint; `close` ends it."""
+
+    members: Members
+    timeout_s: float
+    opening: Opening | None = None
+    server: StatusServer | None = None
+    peers: tuple[Address, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.state = CallState()
+        self.fault: CrossdockError | None = None
+        self.num_calls = -1  # the opening of the transport is call -1
+        self._entry = threading.Lock()
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, members: Members, agree: dict[str, Any], timeout_s: float) -> Session:
+        """Meet the peers; `agree` holds what every rank must ask for alike, by name.
+
+        Raises:
+            PeerTimeout, ContractViolation: see `open_together`.
+        """
+        session = cls(members, timeout_s)
+        if members.store is None or members.size == 1:
+            return session
+        if members.transport == "in_process":
+            session.opening = open_together(members, {"agree": agree}, timeout_s)
+            return session
+        session.server = StatusServer(session.state, own_hosts(store_endpoint(members.store)[0]))
+        try:
+            offer = {"agree": agree, "address": session.server.address.as_dict()}
+            session.opening = open_together(members, offer, timeout_s)
+            session._find_peers([Address.from_dict(other["address"]) for other in session.opening.offers])
+        except BaseException:
+            session.server.close()
+            raise
+        return session
+
+    @contextmanager
+    def call(self, facts: CallFacts) -> Iterator[CallFacts]:
+        """Run one operation: number it, keep second threads out, and turn a transport's fault into its meaning.
+
+        Raises:
+            ContractViolation, PeerTimeout: this call's fault, or the first one of this dispatcher again.
+        """
+        if os.getpid() != self._pid:
+            raise ContractViolation(
+                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
+            )
+        if not self._entry.acquire(blocking=False):
+            raise ContractViolation(
+                f"{facts.operation} of layer {facts.layer!r} was entered from a second thread while"
+                f" {self.state.operation} of layer {self.state.layer!r} (call {self.state.call}) is running;"
+                " one dispatcher serves one thread at a time"
+            )
+        try:
+            self.raise_fault()
+            numbered = self._enter(facts)
+            try:
+                yield numbered
+            except TransportFault as error:
+                waited_s = time.monotonic() - self.state.since
+                self._break(self.fault or self._explain(numbered, error, waited_s), error)
+            except ContractViolation as error:
+                self._break(self._agreed_violation(numbered, error), error)
+            except InvalidInput:
+                self.state.move_to("idle")  # refused before any communication, or by all ranks alike
+                raise
+            except BaseException as error:  # the peers are waiting for what will not come: this rank is to blame
+                own_rank = [self.members.rank]
+                self.fault = ContractViolation(f"{numbered} failed on this rank: {error!r}", own_rank)
+                self.state.move_to("failed")
+                raise
+            self.num_calls += 1
+            self.state.move_to("idle")
+        finally:
+            self._entry.release()
+
+    def verify(self, words_by_rank: Sequence[Sequence[int]]) -> None:
+        """Compare what all ranks sent as this call's fingerprint; see `fingerprint.compare`."""
+        compare(words_by_rank)
+
+    def raise_fault(self) -> None:
+        """Raise the first fault again, if there was one: this rank's own, or one that a peer has told it of."""
+        if self.fault is None and self.state.verdict is not None:
+            self.fault = self._fault_of(Verdict.from_dict(self.state.verdict))
+            self.state.move_to("faulted")
+        if self.fault is not None:
+            raise copy.copy(self.fault)  # a fresh one: a traceback would keep the tensors of the failed call alive
+        if self.state.phase == "closed":
+            raise ContractViolation("this dispatcher is closed")
+
+    def expire(self, facts: CallFacts | None) -> None:
+        """Work of a call is overdue on the device: find out who is missing. Called by a watch, from its own thread."""
+        call = facts or CallFacts(self.state.call, self.state.operation, self.state.layer)
+        overdue = TransportFault("its work on the device did not finish", expired=True)
+        self.fault = self.fault or self._explain(call, overdue, self.timeout_s)
+        self.state.move_to("faulted")
+
+    def close(self) -> None:
+        """Stop answering peers."""
+        self.state.move_to("closed")
+        if self.server is not None:
+            self.server.close()
+
+    def _enter(self, facts: CallFacts) -> CallFacts:
+        numbered = replace(facts, number=self.num_calls)
+        self.state.enter(numbered.number, facts.operation, facts.layer, tuple(numbered.words()))
+        return numbered
+
+    def _break(self, fault: CrossdockError, cause: BaseException) -> None:
+        self.fault = copy.copy(fault)
+        self.state.move_to("faulted")
+        if fault is cause:
+            raise fault
+        raise fault from cause
+
+    def _explain(self, call: CallFacts, error: TransportFault, waited_s: float) -> PeerTimeout | ContractViolation:
+        if error.blamed or not self.peers:
+            verdict = Verdict(error.blamed, (), str(call), round(waited_s, 1))
+            self.state.propose(verdict.as_dict())
+        else:
+            expired = waited_s >= self.timeout_s if error.expired is None else error.expired
+            self.state.timed_out = self.state.timed_out or expired
+            self.state.move_to("diagnosing")
+            verdict = diagnose(call, self.members.rank, self.peers, self.state, waited_s)
+        return self._fault_of(verdict, f"transport: {error}")
+
+    def _fault_of(self, verdict: Verdict, *notes: str) -> PeerTimeout | ContractViolation:
+        if verdict.violation:
+            return ContractViolation(verdict.violation, verdict.ranks)
+        limit = f"timeout_s is {self.timeout_s:g}"
+        if verdict.ranks:
+            text = (
+                f"ranks {list(verdict.ranks)} were missing in {verdict.where}, after {verdict.waited_s:g} s ({limit})"
+            )
+        else:
+            text = f"{verdict.where} failed after {verdict.waited_s:g} s ({limit}), although every rank still answers"
+        if self.members.rank in verdict.ranks:
+            text += f"; this rank ({self.members.rank}) is one of them: the others have given it up"
+        gone = store_fault(self.members.store)
+        reasons = [*verdict.reasons, *([gone] if gone else []), *notes]
+        return PeerTimeout(f"{text}: " + "; ".join(reasons), verdict.ranks)
+
+    def _agreed_violation(self, call: CallFacts, error: ContractViolation) -> CrossdockError:
+        """The violation itself, unless this rank has been told of an earlier fault."""
+        own = Verdict(error.ranks, (), str(call), 0.0, str(error)).as_dict()
+        stayed = self.state.propose(own)
+        return error if stayed == own else self._fault_of(Verdict.from_dict(stayed))
+
+    def _find_peers(self, addresses: Sequence[Address]) -> None:
+        """Keep of every peer's addresses the one that leads to it from here.
+
+        Raises:
+            PeerTimeout: peers that offered to open and do not answer.
+        """
+        opening = self._enter(CallFacts(-1, "dispatch", "opening"))
+        found = find_all(addresses)
+        self.peers = tuple(there or address for there, address in zip(found, addresses, strict=True))
+        lost = [rank for rank, there in enumerate(found) if there is None]
+        if lost:
+            nothing = TransportFault(
+                f"ranks {lost} offered to open, and nothing answers where they can be asked", expired=False
+            )
+            raise self._explain(opening, nothing, time.monotonic() - self.state.since)

@@ -1,0 +1,147 @@
+"""Which backends can serve a configuration on a group, why the others cannot, and what "auto" takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from .backends.base import Backend, BackendTraits, GroupFacts, TransportSpec
+from .errors import BackendUnavailable, ConfigError
+from .group.members import Members, resolve_members
+from .types import DispatcherConfig
+
+ENTRY_POINT_GROUP = "crossdock.backends"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere."""
+
+    name: str
+    why_not: str | None
+    traits: BackendTraits
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `backend="auto"` takes for a configuration and a group (`chosen`, None if nothing can serve), and why."""
+
+    chosen: str | None
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        width = max(len(candidate.name) for candidate in self.candidates)
+        lines = [f"{c.name:<{width}}  {self._word(c)}" for c in self.candidates]
+        return "\n".join(lines)
+
+    def _word(self, candidate: Candidate) -> str:
+        if candidate.why_not is not None:
+            return f"cannot serve: {candidate.why_not}"
+        return "chosen" if candidate.name == self.chosen else "usable"
+
+
+def explain(config: DispatcherConfig, group: Any = None, *, device: torch.device | str | None = None) -> Explanation:
+    """Tell which backend `backend="auto"` would take here, and for every other one whether it could serve.
+
+    Local: asks no other rank. `group` and `device` are as in `TokenDispatcher`.
+
+    Raises:
+        ConfigError: a configuration that no backend can serve on this group.
+    """
+    if not isinstance(config, DispatcherConfig):
+        raise ConfigError(f"config must be a DispatcherConfig, got {type(config).__name__}")
+    members = resolve_members(group, device)
+    return _explain(config, make_spec(config, members), members, known_backends())
+
+
+def known_backends() -> dict[str, Backend]:
+    """The built-in backends and those that installed packages register, in order of preference."""
+    from .backends.all_to_all import AllToAllBackend
+    from .backends.local import LocalBackend
+    from .backends.loopback import LoopbackBackend
+    from .backends.symmetric import SymmetricBackend
+
+    backends: list[Backend] = [LocalBackend(), LoopbackBackend(), AllToAllBackend(), SymmetricBackend()]
+    known = {backend.name: backend for backend in backends}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name not in known:
+            known[entry.name] = entry.load()()
+    return known
+
+
+def choose(config: DispatcherConfig, spec: TransportSpec, members: Members, backend: str | Backend) -> Backend:
+    """The backend that will serve: the named or given one, or the first usable one for "auto".
+
+    Raises:
+        ConfigError: an unknown name, or a configuration that the group cannot have.
+        BackendUnavailable: it cannot serve here; a backend asked for by name is never replaced by another.
+    """
+    if isinstance(backend, Backend):
+        return _serving(backend, config, spec, members)
+    if backend != "auto":
+        known = known_backends()
+        if backend not in known:
+            raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, ('auto', *known)))}")
+        return _serving(known[backend], config, spec, members)
+    known = known_backends()
+    explanation = _explain(config, spec, members, known)
+    if explanation.chosen is None:
+        raise BackendUnavailable("auto", "no backend can serve this configuration on this group:\n" + str(explanation))
+    return known[explanation.chosen]
+
+
+def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
+    """The transport's view of a configuration on a group.
+
+    Raises:
+        ConfigError: experts that do not divide over the group.
+    """
+    if config.num_experts % members.size:
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) must be divisible by the EP group's size ({members.size}):"
+            " every rank holds the same number of experts"
+        )
+    return TransportSpec(
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_dim=config.hidden_dim,
+        dtype=config.dtype,
+        num_max_tokens_per_rank=config.num_max_tokens_per_rank,
+        expert_alignment=config.expert_alignment,
+        reduction=config.reduction,
+        num_sms=config.num_sms,
+        timeout_s=config.timeout_s,
+        rank=members.rank,
+        ep_size=members.size,
+    )
+
+
+def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]) -> Explanation:
+    candidates = tuple(
+        Candidate(name, _why_not(backend, config, spec, members), backend.traits) for name, backend in known.items()
+    )
+    usable = [c.name for c in candidates if c.why_not is None and known[c.name].preference != "never"]
+    usable.sort(key=lambda name: known[name].preference != "preferred")
+    return Explanation(usable[0] if usable else None, candidates)
+
+
+def _why_not(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> str | None:
+    traits = backend.traits
+    if config.row_capacity.kind not in traits.row_capacities:
+        offered = ", ".join(sorted(traits.row_capacities))
+        return f"row_capacity {config.row_capacity} is not offered by this backend, only {offered}"
+    if not traits.ragged_counts and not config.equal_token_counts:
+        return "it needs every rank to bring the same number of tokens, which equal_token_counts=True declares"
+    if not traits.duplicate_experts and not config.distinct_experts:
+        return "it needs tokens that never name an expert twice, which distinct_experts=True declares"
+    return backend.refusal(spec, GroupFacts(members.rank, members.size, members.device, members.transport))
+
+
+def _serving(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> Backend:
+    why_not = _why_not(backend, config, spec, members)
+    if why_not is not None:
+        raise BackendUnavailable(backend.name, why_not, f"it needs {backend.traits.needs}")
+    return backend
