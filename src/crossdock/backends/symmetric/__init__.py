@@ -1,0 +1,48 @@
+"""Own kernels over memory that all ranks see: one NVLink domain, or on a CPU the shared memory of one host.
+
+On a CPU the same kernels run in Triton's interpreter, so that they can be tried with real ranks without a GPU. They are
+far slower there than `all_to_all`. For GPUs it has been compiled, but not yet run on any: it is taken only where it is
+asked for by name.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ...types import SUPPORTED_DTYPES
+from ..base import Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
+
+
+class SymmetricBackend(Backend):
+    """Receiver-driven dispatch and combine through symmetric memory."""
+
+    name = "symmetric"
+    preference = "never"
+    traits = BackendTraits(
+        devices=frozenset({"cpu"}),  # its GPU half compiles, and has not run yet
+        dtypes=frozenset(SUPPORTED_DTYPES),
+        needs="triton, and all ranks on one host",
+    )
+
+    def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
+        if group.transport == "none":
+            return "torch.distributed is not initialised"
+        if group.transport not in ("gloo", "nccl"):
+            return f"it needs a torch.distributed group, not {group.transport}"
+        if find_spec("triton") is None:
+            return "its kernels need triton, which is not installed (it is published for Linux only)"
+        return super().refusal(spec, group)
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        from .transport import SymmetricTransport
+
+        device = link.members.device
+        assert device is not None  # a process group has one
+        return SymmetricTransport(spec, link, device)
+
+    @staticmethod
+    def workspace_bytes(spec: TransportSpec) -> int:
+        """Bytes of shared memory that one rank allocates for this spec when it opens, and no more later."""
+        from .transport import workspace_bytes
+
+        return workspace_bytes(spec)
