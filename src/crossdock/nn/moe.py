@@ -1,0 +1,139 @@
+"""One mixture-of-experts layer: router, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, InvalidInput
+from ..routing import Routing
+from ..types import Dispatched, DispatchHandle
+
+ScorePlacement = Literal["after", "inside"]
+
+
+class DispatchLayer(Protocol):
+    """What an MoE layer needs of a dispatcher: a `TokenDispatcher`, or better its `layer(name)`."""
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_scores: Tensor,
+        topk_expert_ids: Tensor,
+        num_local_tokens_per_expert: Tensor | None = None,
+        *,
+        num_tokens_per_rank: int | None = None,
+    ) -> Dispatched:
+        """Tokens to their experts' ranks."""
+
+    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
+        """Results back to their tokens, summed over the slots."""
+
+
+@dataclass(frozen=True, eq=False)
+class MoEResult:
+    """An MoE layer's output with what its router decided.
+
+    Attributes:
+        out: the layer's output, shaped as its input.
+        routing: scores and global ids of this rank's tokens, for auxiliary losses and load statistics
+            (`crossdock.routing.count_tokens_per_expert`).
+        tokens_per_expert: `[num_local_experts]` int64: rows of each local expert, from all ranks.
+    """
+
+    out: Tensor
+    routing: Routing
+    tokens_per_expert: Tensor
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer: `combine(experts(dispatch(x, routing(router(x)))))`, plus a shared expert if given.
+
+        moe = MoE(
+            dispatcher.layer("blocks.3.moe"),
+            router=nn.Linear(2048, 64, bias=False),
+            experts=GroupedExperts(dispatcher.num_local_experts, 2048, 768),
+            routing=functools.partial(crossdock.routing.softmax_topk, top_k=8),
+        )
+        y = moe(x)
+
+    The layer keeps no state between calls, reads nothing on the host, and compiles with `fullgraph=True`.
+
+    Args:
+        layer: dispatches and combines; not a module, so it is no part of the state dict.
+        router: from a token to logits `[num_experts]`; run in float32 whatever its dtype, autocast included.
+        experts: called as `experts(rows, expert_offsets, scores)` with None for scores that are applied after.
+        routing: from logits `[T, num_experts]`, and `token_mask=` when forward is given one, to a `Routing`.
+        score_placement: "after" lets combine weight the experts' outputs, in float32; "inside" hands the scores to
+            the experts (`GroupedExperts` puts them between up and down projection), which saves keeping the experts'
+            outputs for backward, at the price of one more rounding.
+        shared_expert: a module that sees every token `[T, hidden_dim]`; its output is added.
+
+    Raises:
+        ConfigError: a `score_placement` that does not exist.
+    """
+
+    def __init__(
+        self,
+        layer: DispatchLayer,
+        router: nn.Linear,
+        experts: nn.Module,
+        *,
+        routing: Callable[..., Routing],
+        score_placement: ScorePlacement = "after",
+        shared_expert: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        if score_placement not in ("after", "inside"):
+            raise ConfigError(f"score_placement must be 'after' or 'inside', got {score_placement!r}")
+        self.layer = layer
+        self.router = router
+        self.experts = experts
+        self.routing = routing
+        self.score_placement = score_placement
+        self.shared_expert = shared_expert
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_tokens_per_rank: int | None = None,
+        token_mask: Tensor | None = None,
+        return_routing: bool = False,
+    ) -> Tensor | MoEResult:
+        """Run the layer on this rank's tokens; every rank of the group takes part, also with no tokens.
+
+        Args:
+            x: `[..., hidden_dim]`, of the dispatcher's dtype.
+            num_tokens_per_rank: this call's bound on every rank's tokens, passed to dispatch.
+            token_mask: bool, shaped as `x` without its last dimension; False for padding tokens, which go to no expert.
+            return_routing: return a `MoEResult` instead of the output alone.
+
+        Raises:
+            InvalidInput: an `x` of another width than the router's.
+        """
+        if x.shape[-1] != self.router.in_features:
+            raise InvalidInput(f"x must be [..., {self.router.in_features}], as the router takes, got {list(x.shape)}")
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()  # strides would change the router's bits
+        routing = self._route(tokens, token_mask)
+        routed = self.layer.dispatch(
+            tokens, routing.topk_scores, routing.topk_expert_ids, num_tokens_per_rank=num_tokens_per_rank
+        )
+        inside = self.score_placement == "inside"
+        rows = self.experts(routed.rows, routed.expert_offsets, routed.scores if inside else None)
+        out = self.layer.combine(rows, routed.handle, apply_scores=not inside)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(tokens)
+        out = out.reshape(x.shape)
+        return MoEResult(out, routing, routed.tokens_per_expert) if return_routing else out
+
+    def _route(self, tokens: Tensor, token_mask: Tensor | None) -> Routing:
+        masked: dict[str, Any] = {} if token_mask is None else {"token_mask": token_mask.reshape(-1)}
+        with torch.autocast(tokens.device.type, enabled=False):
+            bias = None if self.router.bias is None else self.router.bias.float()
+            logits = nn.functional.linear(tokens.float(), self.router.weight.float(), bias)
+            return self.routing(logits, **masked)
