@@ -1,0 +1,23 @@
+"""The command line: one module or folder a command. Each imports what it works with only when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from . import demo, doctor, verify
+
+app = typer.Typer(
+    name="crossdock",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One token dispatcher for expert-parallel mixture-of-experts on PyTorch.",
+)
+app.command("demo")(demo.demo)
+app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Run the command that was typed."""
+    app()

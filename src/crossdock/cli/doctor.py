@@ -1,0 +1,179 @@
+"""`crossdock doctor`: what is usable here, and why the rest is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+# module -> what it is for; imported in a process of their own, since a broken one may raise anything, or crash.
+_OPTIONAL = {
+    "triton": "kernels on GPUs",
+    "deep_ep": "no adapter yet",
+    "hybrid_ep_cpp": "no adapter yet",
+    "uccl": "no adapter yet",
+    "transformers": "benchmarks against Hugging Face",
+    "matplotlib": "pictures of the demo",
+    "safetensors": "checkpoint of the demo",
+}
+_LOAD_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        area: what it belongs to.
+        name: of the thing.
+        status: "ok", "absent", or "broken": installed, but it does not load.
+        detail: version or reason.
+
+    """
+
+    area: str
+    name: str
+    status: Literal["ok", "absent", "broken"]
+    detail: str
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """Say what is usable on this machine, and why the rest is not."""
+    from rich.console import Console
+
+    findings = list(examine())
+    choice = _explain_sample()
+    if json:
+        print(_as_json(findings, choice))
+        return
+    console = Console()
+    console.print(_table(findings))
+    console.print(f"\nbackends for {choice['sample']}", highlight=False)
+    console.print(choice["table"], highlight=False, markup=False)
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, one finding after the other."""
+    yield from _versions()
+    yield from _gpus()
+    yield from _communication()
+    yield from (_load(module, purpose) for module, purpose in _OPTIONAL.items())
+
+
+def _versions() -> Iterator[Finding]:
+    from .environment import versions
+
+    for name, version in versions().items():
+        if name != "triton":  # looked at below, where it is loaded
+            yield Finding("versions", name, "absent" if version is None else "ok", version or "not installed")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
+        yield Finding("gpus", "CUDA", "absent", f"{built}; no device is visible")
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        detail = f"compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+        yield Finding("gpus", f"cuda:{index} {facts.name}", "ok", detail)
+        peers = [
+            str(peer)
+            for peer in range(torch.cuda.device_count())
+            if peer != index and torch.cuda.can_device_access_peer(index, peer)
+        ]
+        yield Finding(
+            "gpus",
+            f"cuda:{index} peer access",
+            "ok" if peers else "absent",
+            f"to {', '.join(peers)}" if peers else "to none",
+        )
+
+
+def _communication() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Finding("communication", "torch.distributed", "absent", "torch is built without it")
+        return
+    gloo = dist.is_gloo_available()
+    yield Finding(
+        "communication", "Gloo", "ok" if gloo else "absent", "built in" if gloo else "torch is built without it"
+    )
+    if not dist.is_nccl_available():
+        yield Finding("communication", "NCCL", "absent", "torch is built without it")
+        return
+    try:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+    except (RuntimeError, OSError) as error:
+        yield Finding("communication", "NCCL", "broken", _first_line(str(error)))
+        return
+    yield Finding("communication", "NCCL", "ok", version)
+
+
+def _load(module: str, purpose: str) -> Finding:
+    """Import a module in a fresh process; find out first whether it is there at all."""
+    script = (
+        "import importlib, importlib.util, sys\n"
+        f"if importlib.util.find_spec({module!r}) is None: sys.exit(3)\n"
+        f"print(getattr(importlib.import_module({module!r}), '__version__', 'version unknown'))\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("packages", module, "broken", f"importing it takes over {_LOAD_TIMEOUT_S:.0f} s ({purpose})")
+    if done.returncode == 3:
+        return Finding("packages", module, "absent", f"not installed ({purpose})")
+    if done.returncode != 0:
+        last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Finding("packages", module, "broken", f"{last_line} ({purpose})")
+    return Finding("packages", module, "ok", f"{done.stdout.strip().splitlines()[-1]} ({purpose})")
+
+
+def _explain_sample() -> dict[str, Any]:
+    import torch
+
+    import crossdock
+
+    config = crossdock.DispatcherConfig(
+        num_experts=64, top_k=8, hidden_dim=2048, dtype=torch.bfloat16, num_max_tokens_per_rank=4096
+    )
+    explanation = crossdock.explain(config)
+    return {
+        "sample": "one rank, 64 experts, top 8, hidden_dim 2048, bfloat16",
+        "chosen": explanation.chosen,
+        "candidates": {candidate.name: candidate.why_not for candidate in explanation.candidates},
+        "table": str(explanation),
+    }
+
+
+def _as_json(findings: list[Finding], choice: dict[str, Any]) -> str:
+    import json
+
+    from .environment import describe_run
+
+    backends = {name: value for name, value in choice.items() if name != "table"}
+    return json.dumps({**describe_run(), "findings": [asdict(f) for f in findings], "backends": backends}, indent=1)
+
+
+def _table(findings: list[Finding]) -> Any:
+    from rich.table import Table
+
+    colours = {"ok": "green", "absent": "yellow", "broken": "red"}
+    table = Table("area", "what", "status", "detail")
+    for finding in findings:
+        table.add_row(finding.area, finding.name, f"[{colours[finding.status]}]{finding.status}", finding.detail)
+    return table
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no message"

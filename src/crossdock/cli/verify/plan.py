@@ -1,0 +1,119 @@
+"""What one `verify` will do: options checked, ranks and device chosen, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from crossdock.backends.base import BackendTraits
+from crossdock.errors import ConfigError
+from crossdock.testing import Cell, conformance_cells, traits_of
+
+IN_THREADS = ("local", "loopback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked `verify`.
+
+    Attributes:
+        backend: name.
+        traits: of the backend.
+        num_ranks: ranks of the group.
+        device_type: "cpu" or "cuda".
+        full: the whole grid.
+        torchrun: whether the ranks are torchrun's.
+        cells: what will be run.
+        json: where to write the record.
+
+    """
+
+    backend: str
+    traits: BackendTraits
+    num_ranks: int
+    device_type: str
+    full: bool
+    torchrun: bool
+    cells: tuple[Cell, ...]
+    json: Path | None
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether the ranks are threads of this process."""
+        return self.backend in IN_THREADS
+
+
+def make_plan(backend: str, ranks: int | None, device: str, full: bool, only: str | None, json: Path | None) -> Plan:
+    """Check all options.
+
+    Raises:
+        ConfigError: a value that cannot work, in one sentence.
+
+    """
+    traits = traits_of(backend)
+    num_ranks, torchrun = _num_ranks(backend, ranks)
+    if json is not None and not json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json} is in a folder that does not exist")
+    cells = conformance_cells(num_ranks, full=full)
+    chosen = tuple(cell for cell in cells if only is None or only in str(cell))
+    if not chosen:
+        raise ConfigError(f"--only {only!r} is in no cell's description; one is {str(cells[0])!r}")
+    return Plan(
+        backend=backend,
+        traits=traits,
+        num_ranks=num_ranks,
+        device_type=_device_type(backend, device, num_ranks, traits),
+        full=full,
+        torchrun=torchrun,
+        cells=chosen,
+        json=json,
+    )
+
+
+def _num_ranks(backend: str, asked: int | None) -> tuple[int, bool]:
+    by_torchrun = _world_size_of_torchrun()
+    if by_torchrun is not None:
+        if asked not in (None, by_torchrun):
+            raise ConfigError(f"--ranks {asked} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
+        if backend in IN_THREADS:
+            raise ConfigError(f"the ranks of backend {backend!r} are threads of one process: run it without torchrun")
+    default = 1 if backend == "local" else 2
+    num_ranks = by_torchrun if by_torchrun is not None else default if asked is None else asked
+    if num_ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, got {num_ranks}")
+    if backend == "local" and num_ranks > 1:
+        raise ConfigError(f"backend 'local' serves one rank, got --ranks {num_ranks}")
+    return num_ranks, by_torchrun is not None
+
+
+def _world_size_of_torchrun() -> int | None:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    text = os.environ["WORLD_SIZE"]
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable WORLD_SIZE must be a number of ranks, got {text!r}")
+    return int(text)
+
+
+def _num_ranks_here(backend: str, num_ranks: int) -> int:
+    """Devices that the ranks of this host need: one each, or one for all threads."""
+    if backend in IN_THREADS:
+        return 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() else num_ranks
+
+
+def _device_type(backend: str, device: str, num_ranks: int, traits: BackendTraits) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {device!r}")
+    num_gpus, on_this_host = torch.cuda.device_count(), _num_ranks_here(backend, num_ranks)
+    if device == "cuda" and num_gpus < on_this_host:
+        raise ConfigError(f"--device cuda needs {on_this_host} CUDA devices on this host, torch sees {num_gpus}")
+    if device == "auto":
+        device = "cuda" if num_gpus >= on_this_host and "cuda" in traits.devices else "cpu"
+    if device not in traits.devices:
+        raise ConfigError(f"the backend's rows live on {', '.join(sorted(traits.devices))}, not on {device}")
+    return device

@@ -1,0 +1,68 @@
+"""What `verify` says at its end: a table by check group, and a JSON record of every cell."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.testing import CellResult
+
+from ..environment import describe_run
+from .plan import Plan
+from .run import Finished
+
+
+def report(plan: Plan, finished: Finished) -> None:
+    """Print the table and write the record, if one was asked for."""
+    if plan.json is not None:
+        plan.json.write_text(json.dumps(as_dict(plan, finished), indent=1) + "\n")
+    console = Console()
+    console.print(_table(plan, finished))
+    counts = Counter(result.status for result in finished.results)
+    verdict = "conforms" if finished.all_passed else "does NOT conform"
+    console.print(
+        f"{plan.backend} on {plan.num_ranks} {plan.device_type} ranks {verdict}: {counts['passed']} checks passed,"
+        f" {counts['skipped']} skipped, {counts['failed']} failed in {finished.seconds:.0f} s",
+        style="bold green" if finished.all_passed else "bold red",
+        highlight=False,
+    )
+
+
+def as_dict(plan: Plan, finished: Finished) -> dict[str, Any]:
+    """The whole run as plain JSON values."""
+    return {
+        "all_passed": finished.all_passed,
+        "backend": plan.backend,
+        "ranks": plan.num_ranks,
+        "device": plan.device_type,
+        "full": plan.full,
+        "seconds": round(finished.seconds, 1),
+        **describe_run(),
+        "cells": [asdict(result) for result in finished.results],
+    }
+
+
+def _table(plan: Plan, finished: Finished) -> Table:
+    table = Table("checks", "passed", "skipped", "failed", "why")
+    for group in dict.fromkeys(result.group for result in finished.results):
+        results = [result for result in finished.results if result.group == group]
+        counts = Counter(result.status for result in results)
+        style = "red" if counts["failed"] else ""
+        table.add_row(
+            group, *(str(counts[status]) for status in ("passed", "skipped", "failed")), _why(results), style=style
+        )
+    return table
+
+
+def _why(results: list[CellResult]) -> Text:
+    """The first failure, or the traits that skipped something."""
+    for result in results:
+        if result.status == "failed":
+            return Text(f"{result.cell}, rank {result.rank}: {result.message}")
+    return Text("\n".join(sorted({result.message for result in results if result.status == "skipped"})))

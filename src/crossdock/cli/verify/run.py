@@ -1,0 +1,144 @@
+"""Running the cells of a plan: on ranks started here, on threads, or on torchrun's ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from crossdock.errors import ConfigError
+from crossdock.testing import (
+    Cell,
+    CellResult,
+    PoolRunner,
+    RankPool,
+    RanksFailed,
+    Runner,
+    ThreadRunner,
+    run_cell,
+    seat_of_process,
+)
+
+from .plan import Plan
+
+_CELL_TIMEOUT_S = 300.0  # compiling on a busy machine is the slowest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What came out.
+
+    Attributes:
+        results: one for each check of each cell: the first rank's that failed, else any rank's.
+        seconds: all of it took.
+
+    """
+
+    results: tuple[CellResult, ...]
+    seconds: float
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether nothing failed, and something ran."""
+        statuses = {result.status for result in self.results}
+        return "failed" not in statuses and "passed" in statuses
+
+
+def run(plan: Plan) -> Finished | None:
+    """Run every cell and return what came out; None on ranks of torchrun that do not report."""
+    start = time.monotonic()
+    by_cell = _run_under_torchrun(plan) if plan.torchrun else _run_here(plan)
+    if by_cell is None:
+        return None
+    results = tuple(result for results in by_cell for result in results)
+    return Finished(results=results, seconds=time.monotonic() - start)
+
+
+def _run_here(plan: Plan) -> list[list[CellResult]]:
+    with _runner(plan) as runner:
+        return [_merged(_run_one(runner, plan, cell)) for cell in _with_progress(plan.cells)]
+
+
+@contextmanager
+def _runner(plan: Plan) -> Iterator[Runner]:
+    if plan.in_threads:
+        device = torch.device("cuda", 0) if plan.device_type == "cuda" else torch.device("cpu")
+        yield ThreadRunner(plan.num_ranks, plan.backend, device)
+        return
+    with RankPool(plan.num_ranks, backend="nccl" if plan.device_type == "cuda" else "gloo") as pool:
+        yield PoolRunner(pool, plan.backend)
+
+
+def _run_one(runner: Runner, plan: Plan, cell: Cell) -> list[list[CellResult]]:
+    try:
+        return runner(run_cell, cell, plan.traits, timeout_s=_CELL_TIMEOUT_S)
+    except RanksFailed as failure:  # a rank died or hung: its pool starts new ones for the next cell
+        first_line = str(failure).strip().splitlines()[0]
+        return [
+            [
+                CellResult(
+                    group=group,
+                    cell=str(cell),
+                    rank=result.rank,
+                    status="failed",
+                    message=first_line,
+                    detail=str(failure),
+                )
+                for group in cell.groups
+            ]
+            for result in failure.results
+            if not result.ok
+        ]
+
+
+def _run_under_torchrun(plan: Plan) -> list[list[CellResult]] | None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device_type == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # as in started ranks: what a CPU adds up can depend on it
+    backend = "gloo" if device is None else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=device)
+    try:
+        seat = seat_of_process(plan.backend, device)
+        cells = _with_progress(plan.cells) if seat.rank == 0 else plan.cells
+        mine = [run_cell(seat, cell, plan.traits) for cell in cells]
+        by_rank: list[list[list[CellResult]]] = [[] for _ in range(seat.size)]
+        dist.all_gather_object(by_rank, mine)
+    finally:
+        dist.destroy_process_group()
+    if seat.rank != 0:
+        return None
+    return [_merged(list(results)) for results in zip(*by_rank, strict=True)]
+
+
+def _merged(by_rank: list[list[CellResult]]) -> list[CellResult]:
+    """One result for each check, from one list a rank: a failure where there is one."""
+    if not by_rank:
+        raise ConfigError("no rank answered")
+    return [next((r for r in results if r.status == "failed"), results[0]) for results in zip(*by_rank, strict=True)]
+
+
+def _with_progress(cells: Iterable[Cell]) -> Iterator[Cell]:
+    cells = list(cells)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task("verify", total=len(cells))
+        for cell in cells:
+            progress.update(task, description=str(cell)[:60].ljust(60))
+            yield cell
+            progress.advance(task)

@@ -1,0 +1,189 @@
+"""Inside a started rank: join the world, then run one function after the other until the launcher lets go."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSetup:
+    """What all ranks of a world have in common.
+
+    Attributes:
+        num_ranks: the world's size.
+        backend: of torch.distributed; None starts no process group.
+        num_threads: of torch, in each rank.
+        group_timeout_s: the default process group's own time limit, seconds.
+        store_rank: the rank that hosts the TCPStore; None means the launching process.
+    """
+
+    num_ranks: int
+    backend: str | None = "gloo"
+    num_threads: int = 1
+    group_timeout_s: float = 600.0
+    store_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank says of one call: a value, or the exception that ended it."""
+
+    value: Any = None
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+def rank_main(
+    rank: int, setup: WorldSetup, port: int, listener: socket.socket | None, launcher: Connection, stacks_path: str
+) -> None:
+    """Serve the launcher; the first answer tells whether the world was joined."""
+    _die_with_launcher()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's: it ends every rank
+    with open(stacks_path, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        _send(launcher, _answer(lambda: _join(rank, setup, port, listener)))
+        while (message := _received(launcher)) is not None:
+            _send(launcher, _answer(lambda message=message: _call(rank, message)))  # type: ignore[misc]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def call_message(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return the message that asks a rank for `fn(rank, *args)`.
+
+    It carries the launcher's import path, which may have grown since the rank was started, and its warning filters, so
+    that a warning is an error in a rank where it is one in the launcher.
+
+    Raises:
+        ValueError: if the function cannot be found by name, or an argument cannot be sent.
+    """
+    try:
+        return pickle.dumps((list(sys.path), pickle.dumps(warnings.filters), dumps((fn, args))))
+    except (pickle.PicklingError, AttributeError, TypeError) as fault:
+        raise ValueError(f"a rank needs a function of a module, and arguments that pickle: {fault}") from fault
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value; tensors in it go as plain bits and come back detached, contiguous and on the CPU."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Torch's own way sends file descriptors of shared memory, which die with the rank that sent them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (value.dtype, tuple(value.shape), bits.numpy())
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], bits: Any) -> torch.Tensor:
+    return torch.from_numpy(bits).view(dtype).reshape(shape)
+
+
+def _call(rank: int, message: bytes) -> Any:
+    sys.path[:], filters, call = pickle.loads(message)
+    with warnings.catch_warnings():
+        warnings.filters[:] = pickle.loads(filters)  # type: ignore[index]
+        fn, args = pickle.loads(call)
+        return fn(rank, *args)
+
+
+def _answer(call: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(value=call())
+    except BaseException as fault:  # noqa: BLE001  # whatever ends a call, SystemExit too, is told; the rank lives on
+        return Answer(
+            error_type=type(fault).__name__,
+            message=str(fault),
+            traceback="".join(traceback.format_exception(fault)),
+        )
+
+
+def _send(launcher: Connection, answer: Answer) -> None:
+    try:
+        payload = dumps(answer)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as fault:
+        failure = f"the result of this rank cannot be sent: {fault}"
+        payload = dumps(Answer(error_type="PicklingError", message=failure, traceback=failure))
+    launcher.send_bytes(payload)
+
+
+def _received(launcher: Connection) -> bytes | None:
+    try:
+        return launcher.recv_bytes()
+    except EOFError:
+        return None
+
+
+def _join(rank: int, setup: WorldSetup, port: int, listener: socket.socket | None) -> None:
+    torch.set_num_threads(setup.num_threads)
+    if setup.backend is None:
+        return
+    # Gloo otherwise asks the resolver for this host's name, which can be slow or wrong on a laptop.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    device = torch.device("cuda", rank) if "nccl" in setup.backend else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=setup.group_timeout_s)
+    store = connect_store(port, listener)
+    dist.init_process_group(
+        setup.backend, store=store, rank=rank, world_size=setup.num_ranks, timeout=timeout, device_id=device
+    )
+
+
+def connect_store(port: int, listener: socket.socket | None) -> dist.TCPStore:
+    """Return the world's store: hosted here where a listening socket is given, else a client of it."""
+    if listener is None:
+        return dist.TCPStore(HOST, port, is_master=False)
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _die_with_launcher() -> None:
+    """Make sure that no rank outlives the process that started it, whatever ends that process.
+
+    A thread waits for the launcher's end. A stopped rank (SIGSTOP) runs no thread: on Linux the kernel ends it when the
+    fork server goes, and that goes with the launcher once no rank holds its "alive" pipe open.
+    """
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        raise RuntimeError("a rank runs in a process of its own, started by this module's launcher")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    server: Any = forkserver._forkserver  # no public way to let go of it
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+    def end_with(process: Any) -> None:
+        process.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with, args=(launcher,), daemon=True, name="end-with-launcher").start()

@@ -1,0 +1,166 @@
+"""The conformance suite: a table of cells, each one check of one workload or one scenario, run on every rank.
+
+    for cell in conformance_cells(ep_size=2):                       # on every rank, in this order
+        results += run_cell(seat, cell, backend.traits)
+
+Nothing but a trait that a backend states can skip a cell, and the skip names it. The suite needs no pytest; the
+contract tests and `crossdock verify` both run it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from .. import Backend, DispatcherConfig, explain
+from ..backends.base import BackendTraits
+from ..backends.loopback import LoopbackGroup
+from ..errors import ConfigError
+from .checks import CHECKS, Trial, try_problem
+from .scenario import Scenario
+from .scenarios import SCENARIOS
+from .seats import Seat
+from .workloads import Workload, pairwise_grid, whole_grid
+
+Status = Literal["passed", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the suite: a workload with all checks of it, or a scenario."""
+
+    what: Workload | Scenario
+
+    def __str__(self) -> str:
+        return str(self.what)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The check groups that it reports to."""
+        return tuple(CHECKS) if isinstance(self.what, Workload) else (self.what.group,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """How one check of one cell ended on one rank.
+
+    Attributes:
+        group: the check group.
+        cell: what was run, in words.
+        rank: where.
+        status: passed, skipped or failed.
+        message: the trait that skipped it, or the first line of what went wrong.
+        detail: the traceback of a failure, else "".
+
+    """
+
+    group: str
+    cell: str
+    rank: int
+    status: Status
+    message: str = ""
+    detail: str = ""
+
+
+def conformance_cells(ep_size: int, *, full: bool = False) -> list[Cell]:
+    """Every cell for a group size: the workload grid (pairs of its values, or all of it) and the scenarios."""
+    grid = whole_grid(ep_size) if full else pairwise_grid(ep_size)
+    scenarios = [scenario for scenario in SCENARIOS if scenario.min_ranks <= ep_size <= scenario.max_ranks]
+    return [*map(Cell, grid), *map(Cell, scenarios)]
+
+
+def run_cell(seat: Seat, cell: Cell, traits: BackendTraits) -> list[CellResult]:
+    """Run one cell on this rank: one result for each of its check groups. Collective over the seat's world."""
+    missing = missing_trait(cell, traits)
+    if missing is not None:
+        return [_result(group, cell, seat, "skipped", missing) for group in cell.groups]
+    if isinstance(cell.what, Workload):
+        return _run_workload(seat, cell, cell.what, traits)
+    scenario = cell.what
+    return [_report(scenario.group, cell, seat, lambda: scenario.check(seat))]
+
+
+def traits_of(backend: str | Backend) -> BackendTraits:
+    """The traits of a backend, which is named or given.
+
+    Raises:
+        ConfigError: no backend has this name.
+
+    """
+    if not isinstance(backend, str):
+        return backend.traits
+    config = DispatcherConfig(num_experts=1, top_k=1, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=1)
+    traits = {candidate.name: candidate.traits for candidate in explain(config, LoopbackGroup(1).member(0)).candidates}
+    if backend not in traits:
+        raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, traits))}")
+    return traits[backend]
+
+
+def missing_trait(cell: Cell, traits: BackendTraits) -> str | None:
+    """Which trait keeps a backend from running a cell, with its value; None if none does."""
+    if isinstance(cell.what, Scenario):
+        wanting = [
+            f"{name}: it needs {value!r}" for name, value in cell.what.needs if value not in _values(traits, name)
+        ]
+        return wanting[0] if wanting else None
+    workload, problem = cell.what, cell.what.problem()
+    top_k, hidden_dim = problem.config.top_k, problem.config.hidden_dim
+    ragged = len(set(problem.num_tokens)) > 1
+    wants = (
+        ("reductions", workload.reduction in traits.reductions, workload.reduction),
+        ("dtypes", workload.dtype in traits.dtypes, str(workload.dtype)),
+        ("ragged_counts", traits.ragged_counts or not ragged, "ranks bring different token counts"),
+        (
+            "duplicate_experts",
+            traits.duplicate_experts or not workload.repeats_experts,
+            "a token names an expert twice",
+        ),
+        ("max_top_k", traits.max_top_k is None or top_k <= traits.max_top_k, f"top_k is {top_k}"),
+        ("hidden_multiple", hidden_dim % traits.hidden_multiple == 0, f"hidden_dim is {hidden_dim}"),
+        (
+            "ordered_rows",
+            traits.ordered_rows or workload.experts != "swiglu",
+            "a product's bits depend on the row order",
+        ),
+    )
+    return next((f"{name}: {why}" for name, offered, why in wants if not offered), None)
+
+
+def _values(traits: BackendTraits, name: str) -> Any:
+    value = getattr(traits, name)
+    return value if isinstance(value, frozenset) else (value,)
+
+
+def _run_workload(seat: Seat, cell: Cell, workload: Workload, traits: BackendTraits) -> list[CellResult]:
+    trials: list[Trial] = []
+
+    def solve() -> None:
+        trial = try_problem(seat, workload.problem(), ordered_rows=traits.ordered_rows)
+        assert trial is not None, "every rank is in the group of all ranks"
+        trials.append(trial)
+
+    run = _report("run", cell, seat, solve)
+    if not trials:  # no check can be made of what did not come to its end
+        return [_result(group, cell, seat, run.status, run.message, run.detail) for group in cell.groups]
+    return [_report(group, cell, seat, partial(check, trials[0])) for group, check in CHECKS.items()]
+
+
+def _report(group: str, cell: Cell, seat: Seat, attempt: Callable[[], None]) -> CellResult:
+    try:
+        attempt()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as fault:  # noqa: BLE001  # whatever a backend raises is this cell's result, and the suite goes on
+        first_line = (str(fault).strip() or "no message").splitlines()[0]
+        message = first_line if isinstance(fault, AssertionError) else f"{type(fault).__name__}: {first_line}"
+        return _result(group, cell, seat, "failed", message, "".join(traceback.format_exception(fault)))
+    return _result(group, cell, seat, "passed")
+
+
+def _result(group: str, cell: Cell, seat: Seat, status: Status, message: str = "", detail: str = "") -> CellResult:
+    return CellResult(group=group, cell=str(cell), rank=seat.rank, status=status, message=message, detail=detail)

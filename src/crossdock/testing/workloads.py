@@ -1,0 +1,223 @@
+"""The workloads of the conformance suite: routings that dispatchers were seen to get wrong, times everything else.
+
+A workload is a frozen record of choices; `Workload.problem()` makes its tensors for all ranks, the same on every rank
+and in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..types import DispatcherConfig, Reduction
+from .pairwise import every_pair
+from .problems import ExpertKind, Problem
+
+HIDDEN_DIM = 40  # a multiple of 8, not of 16
+TIMEOUT_S = 20.0
+
+Draw = Callable[[torch.Generator, "Routing", int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who goes where, in one group size.
+
+    Attributes:
+        num_experts: over the group.
+        top_k: slots of a token.
+        num_tokens: T by rank.
+        draw: `(generator, routing, rank, T)` to expert ids `[T, top_k]` int64.
+
+    """
+
+    num_experts: int
+    top_k: int
+    num_tokens: tuple[int, ...]
+    draw: Draw
+
+    @property
+    def ep_size(self) -> int:
+        """Size of the group."""
+        return len(self.num_tokens)
+
+
+# -- how ids are drawn ------------------------------------------------------------------------------------------------
+
+
+def _in_turn(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    slots = torch.arange(num_tokens * routing.top_k) + rank
+    return (slots % routing.num_experts).view(num_tokens, routing.top_k)
+
+
+def _distinct(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    return _weighted(generator, torch.ones(routing.num_experts), routing, num_tokens)
+
+
+def _skewed(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    return _weighted(generator, 1.0 / (1.0 + torch.arange(routing.num_experts)) ** 2, routing, num_tokens)
+
+
+def _weighted(generator: torch.Generator, weights: torch.Tensor, routing: Routing, num_tokens: int) -> torch.Tensor:
+    ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64)
+    for token in range(num_tokens):
+        ids[token] = torch.multinomial(weights, routing.top_k, generator=generator)
+    return ids
+
+
+def _one_expert(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    return torch.full((num_tokens, routing.top_k), routing.num_experts - 1)
+
+
+def _first_rank_only(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    return _distinct(generator, routing, rank, num_tokens) % (routing.num_experts // routing.ep_size)
+
+
+def _some_absent(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    """Token t has `t % (top_k + 1)` valid ids, at any slots."""
+    ids = _distinct(generator, routing, rank, num_tokens)
+    for token in range(num_tokens):
+        absent = torch.randperm(routing.top_k, generator=generator)[token % (routing.top_k + 1) :]
+        ids[token, absent] = -1
+    return ids
+
+
+def _all_absent(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    return torch.full((num_tokens, routing.top_k), -1)
+
+
+def _with_repeats(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
+    ids = torch.randint(-1, routing.num_experts, (num_tokens, routing.top_k), generator=generator)
+    ids[::2, -1] = ids[::2, 0]
+    return ids
+
+
+# -- the routings by name ---------------------------------------------------------------------------------------------
+
+
+def _uneven(ep_size: int) -> tuple[int, ...]:
+    return tuple(itertools.islice(itertools.cycle((13, 7, 1, 10)), ep_size))
+
+
+def _every_other_empty(ep_size: int) -> tuple[int, ...]:
+    return tuple(itertools.islice(itertools.cycle((0, 7, 0, 5)), ep_size))
+
+
+def _routing_table(ep: int) -> dict[str, Routing]:
+    """Return every routing of a group of `ep` ranks."""
+    return {
+        "balanced": Routing(4 * ep, 2, (8,) * ep, _in_turn),
+        "skewed": Routing(4 * ep, 3, (9,) * ep, _skewed),
+        "one hot expert": Routing(2 * ep, 1, (8,) * ep, _one_expert),
+        "ranks without tokens": Routing(4 * ep, 2, _every_other_empty(ep), _distinct),
+        "ranks that receive nothing": Routing(3 * ep, 2, (6,) * ep, _first_rank_only),
+        "0 to K valid ids": Routing(4 * ep, 4, (10,) * ep, _some_absent),
+        "no valid id": Routing(2 * ep, 2, (4,) * ep, _all_absent),
+        "duplicates": Routing(3 * ep, 3, (7,) * ep, _with_repeats),
+        "uneven token counts": Routing(5 * ep, 3, _uneven(ep), _distinct),
+        "K above local experts": Routing(2 * ep, min(5, 2 * ep), (6,) * ep, _distinct),
+        "one expert a rank": Routing(ep, min(2, ep), _uneven(ep), _distinct),
+    }
+
+
+ROUTINGS = tuple(_routing_table(1))
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "routing": ROUTINGS,
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    "alignment": (1, 16, 32, 128),
+    "reduction": ("fast", "exact"),
+    "experts": ("identity", "linear", "swiglu"),
+    "scores": ("after", "inside"),
+    "call": ("plain", "strided"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One choice of everything that a dispatch and its combine can be asked for.
+
+    Attributes:
+        ep_size: ranks of the group.
+        routing: a name in `ROUTINGS`.
+        dtype: of the rows.
+        alignment: `expert_alignment`.
+        reduction: "fast" or "exact".
+        experts: "identity", "linear" (`f_e(v) = (e + 1) v`) or "swiglu".
+        scores: applied "after" the experts, by combine, or "inside" them.
+        call: "plain" inputs; or "strided": non-contiguous, int32 ids, with `num_tokens_per_rank` and a histogram.
+
+    """
+
+    ep_size: int
+    routing: str
+    dtype: torch.dtype = torch.float32
+    alignment: int = 1
+    reduction: Reduction = "fast"
+    experts: ExpertKind = "linear"
+    scores: Literal["after", "inside"] = "after"
+    call: Literal["plain", "strided"] = "plain"
+
+    def __str__(self) -> str:
+        parts = (self.routing, str(self.dtype).removeprefix("torch."), f"align {self.alignment}", self.reduction)
+        return ", ".join((*parts, self.experts, f"scores {self.scores}", self.call))
+
+    @property
+    def seed(self) -> int:
+        """A number of this workload alone."""
+        return int.from_bytes(
+            hashlib.sha256(repr(sorted(asdict(self).items(), key=str)).encode()).digest()[:4], "little"
+        )
+
+    @property
+    def repeats_experts(self) -> bool:
+        """Whether some token names an expert twice."""
+        ids = self.problem().topk_expert_ids
+        return any(
+            len(set(valid)) < len(valid)
+            for part in ids
+            for row in part.tolist()
+            if (valid := [i for i in row if i >= 0])
+        )
+
+    def problem(self) -> Problem:
+        """The tensors of all ranks."""
+        return _problem(self)
+
+
+@functools.lru_cache(maxsize=8)
+def _problem(workload: Workload) -> Problem:
+    routing = _routing_table(workload.ep_size)[workload.routing]
+    config = DispatcherConfig(
+        num_experts=routing.num_experts,
+        top_k=routing.top_k,
+        hidden_dim=HIDDEN_DIM,
+        dtype=workload.dtype,
+        num_max_tokens_per_rank=16,
+        expert_alignment=workload.alignment,
+        reduction=workload.reduction,
+        timeout_s=TIMEOUT_S,
+    )
+    generator = torch.Generator().manual_seed(workload.seed)
+    ids = [routing.draw(generator, routing, rank, tokens) for rank, tokens in enumerate(routing.num_tokens)]
+    problem = Problem.draw(config, ids, generator)
+    return problem.replace(
+        experts=workload.experts, apply_scores=workload.scores == "after", strided=workload.call == "strided"
+    )
+
+
+def whole_grid(ep_size: int) -> Iterator[Workload]:
+    """Every workload of a group size."""
+    for values in itertools.product(*FACTORS.values()):
+        yield Workload(ep_size=ep_size, **dict(zip(FACTORS, values, strict=True)))
+
+
+def pairwise_grid(ep_size: int) -> Iterator[Workload]:
+    """So many workloads of a group size that every pair of two factors' values occurs."""
+    for row in every_pair(FACTORS):
+        yield Workload(ep_size=ep_size, **row)
