@@ -1,0 +1,285 @@
+"""The symmetric backend between real ranks of a CPU: its kernels in the interpreter, over shared memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import crossdock as cd
+from crossdock.backends import symmetric
+from crossdock.backends.base import Call, GroupFacts, TransportSpec
+from crossdock.group.fingerprint import CallFacts
+from crossdock.testing import PoolRunner, conformance_cells, run_cell, start_ranks, traits_of
+from tests.conftest import Ranks
+from tests.faults.play import Account, Batch, experts, observe, step
+
+pytest.importorskip("triton", reason="the kernels need triton, which is published for Linux only")
+
+NAME = "symmetric"
+TIMEOUT_S = 2.0
+
+
+def config(**changes: Any) -> cd.DispatcherConfig:
+    settings: dict[str, Any] = {
+        "num_experts": 8,
+        "top_k": 2,
+        "hidden_dim": 8,
+        "dtype": torch.float32,
+        "num_max_tokens_per_rank": 32,
+        "timeout_s": 30.0,
+    }
+    return cd.DispatcherConfig(**(settings | changes))
+
+
+def opened(**changes: Any) -> cd.TokenDispatcher:
+    return cd.TokenDispatcher(config(**changes), backend=NAME)
+
+
+# -- the contract -----------------------------------------------------------------------------------------------------
+
+_CELLS = {2: conformance_cells(2)[::9], 3: conformance_cells(3)[5:44:13]}
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "cell"), [(size, cell) for size, cells in _CELLS.items() for cell in cells], ids=str
+)
+def test_some_of_the_conformance_suite(ranks: Ranks, ep_size: int, cell: Any):
+    results = PoolRunner(ranks(ep_size), NAME)(run_cell, cell, traits_of(NAME), timeout_s=100.0)
+    failed = [result for rank in results for result in rank if result.status != "passed"]
+    assert not failed, "\n".join(f"rank {f.rank}, {f.group}: {f.message}\n{f.detail}" for f in failed)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _spec(**changes: Any) -> TransportSpec:
+    facts: dict[str, Any] = {
+        "num_experts": 256,
+        "top_k": 8,
+        "hidden_dim": 7168,
+        "dtype": torch.bfloat16,
+        "num_max_tokens_per_rank": 4096,
+        "expert_alignment": 1,
+        "reduction": "fast",
+        "num_sms": None,
+        "timeout_s": 30.0,
+        "rank": 0,
+        "ep_size": 4,
+    }
+    return TransportSpec(**(facts | changes))
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+def test_persistent_bytes_are_known_before_and_bounded(ep_size: int, reduction: Any):
+    spec = _spec(ep_size=ep_size, reduction=reduction)
+    rows = (1 + ep_size) * 4096 * 7168 * 2
+    routing = (1 + 1 + ep_size) * 4096 * 8 * 4
+    assert rows < symmetric.SymmetricBackend.workspace_bytes(spec) <= 1.01 * rows + routing
+
+
+def _addresses(rank: int) -> tuple[int, int, list[list[int]]]:
+    with opened() as dispatcher:
+        transport: Any = dispatcher._open.transport
+        seen = [[int(a) for table in transport.workspace.table.values() for a in table]]
+        for num_tokens in (5, 0, 32):
+            step(dispatcher, num_tokens=num_tokens)
+            seen.append([int(a) for table in transport.workspace.table.values() for a in table])
+        return transport.workspace.num_bytes, symmetric.SymmetricBackend.workspace_bytes(transport.spec), seen
+
+
+def test_storage_is_allocated_once_and_stays_where_it_is(ranks: Ranks):
+    for allocated, told, (first, *later) in ranks(2).run(_addresses):
+        assert allocated == told
+        assert all(addresses == first for addresses in later)
+
+
+# -- who is served ----------------------------------------------------------------------------------------------------
+
+
+def test_refusals_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def why() -> str:
+        with pytest.raises(cd.BackendUnavailable) as refusal:
+            cd.TokenDispatcher(config(), backend=NAME)
+        return str(refusal.value)
+
+    assert "torch.distributed is not initialised" in why()
+    group = cd.testing.LoopbackGroup(2).member(0)
+    explained = {candidate.name: candidate for candidate in cd.explain(config(), group).candidates}
+    assert explained[NAME].why_not == "it needs a torch.distributed group, not in_process"
+    monkeypatch.setattr(symmetric, "find_spec", lambda name: None)
+    backend = symmetric.SymmetricBackend()
+    told = backend.refusal(_spec(), GroupFacts(0, 4, torch.device("cpu"), "gloo"))
+    assert told is not None and "triton, which is not installed" in told
+
+
+def _chosen(rank: int) -> tuple[str | None, list[str | None]]:
+    explained = cd.explain(config())
+    return explained.chosen, [c.why_not for c in explained.candidates if c.name == NAME]
+
+
+def test_it_is_taken_only_by_name(ranks: Ranks):
+    assert ranks(2).run(_chosen) == [("all_to_all", [None])] * 2
+
+
+# -- calls that are refused, or differ --------------------------------------------------------------------------------
+
+
+def _bad_ids(rank: int) -> str:
+    """What a GPU's ids would do that no host has looked at: rank 1 brings two that name nobody."""
+    with opened() as dispatcher:
+        transport, facts = dispatcher._open.transport, CallFacts(0, "dispatch", "")
+        call = Call(facts=facts, words=tuple(facts.words()), verify=lambda words: None)
+        ids = torch.tensor([[0, 5], [8, -3]]) if rank == 1 else torch.tensor([[0, 5]])
+        try:
+            transport.dispatch(torch.ones(len(ids), 8), torch.ones(len(ids), 2), ids, call)
+        except cd.InvalidInput as error:
+            step(dispatcher)
+            return str(error)
+    return "taken"
+
+
+def test_ids_outside_the_range_are_refused_by_all_and_the_next_call_works(ranks: Ranks):
+    told = ranks(2).run(_bad_ids)
+    assert told == [told[0]] * 2 and "2 on rank 1; no row was moved" in told[0]
+
+
+def _another_layer(rank: int) -> Account:
+    dispatcher = opened(timeout_s=20.0)
+    step(dispatcher)
+    return observe(dispatcher, lambda: step(dispatcher, layer="other" if rank == 1 else "same"))
+
+
+def _another_operation(rank: int) -> Account:
+    dispatcher = opened(timeout_s=20.0)
+    batch = Batch.of(rank, 5)
+    routed = dispatcher.dispatch(batch.x, batch.scores, batch.ids)
+    if rank == 1:
+        return observe(dispatcher, lambda: dispatcher.combine(experts(dispatcher, routed), routed.handle))
+    return observe(dispatcher, lambda: dispatcher.dispatch(batch.x, batch.scores, batch.ids))
+
+
+@pytest.mark.parametrize("act", [_another_layer, _another_operation])
+def test_ranks_that_differ(ranks: Ranks, act: Callable[[int], Account]):
+    for account in ranks(2).run(act):
+        assert (account.error, account.ranks) == ("ContractViolation", (1,)), account
+        assert account.repeats and account.took_s < 10.0
+
+
+# -- ranks that die, stop or leave ------------------------------------------------------------------------------------
+
+
+def _step_for_ever(rank: int, begun: Path) -> Account:
+    dispatcher = opened(num_experts=12, timeout_s=TIMEOUT_S)
+
+    def work() -> None:
+        while True:
+            step(dispatcher)
+            begun.touch()
+
+    return observe(dispatcher, work)
+
+
+@pytest.mark.parametrize("interrupt", ["kill", "pause"])
+def test_a_rank_that_is_gone_ends_the_others_in_time(interrupt: str, tmp_path: Path):
+    begun = tmp_path / "begun"
+    with start_ranks(_step_for_ever, 3, begun) as started:
+        deadline = time.monotonic() + 30.0
+        while not begun.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        getattr(started, interrupt)(2)
+        interrupted = time.monotonic()
+        results = started.results(timeout_s=0.2)
+        while any(result.silent for result in results[:2]) and time.monotonic() < interrupted + 20.0:
+            results = started.results(timeout_s=0.2)
+        took_s = time.monotonic() - interrupted
+    for result in results[:2]:
+        account = result.value
+        assert account is not None, str(result)
+        assert (account.error, account.ranks) == ("PeerTimeout", (2,)), account
+        assert account.repeats and account.close_s <= TIMEOUT_S
+    assert took_s < TIMEOUT_S + 5.0
+
+
+def _one_leaves(rank: int) -> Account:
+    dispatcher = opened(timeout_s=30.0)
+    step(dispatcher)
+    if rank == 1:
+        dispatcher.close()
+        return Account()
+    return observe(dispatcher, lambda: step(dispatcher))
+
+
+def test_a_rank_that_closes_is_noticed_at_once(ranks: Ranks):
+    account = ranks(2).run(_one_leaves)[0]
+    assert (account.error, account.ranks) == ("PeerTimeout", (1,)), account
+    assert "it has closed its dispatcher" in account.message or "its process has ended" in account.message
+    assert account.took_s < 8.0
+
+
+# -- races ------------------------------------------------------------------------------------------------------------
+
+
+def _delayed(dispatcher: cd.TokenDispatcher, seed: int) -> None:
+    """Let this rank fall behind at random, before and behind every signal."""
+    transport: Any = dispatcher._open.transport
+    draw, rounds = random.Random(seed), transport.rounds
+
+    def late(act: Callable[..., None]) -> Callable[..., None]:
+        def acting(*args: Any) -> None:
+            time.sleep(draw.choice((0.0, 0.0, 0.0, 0.001, 0.004)))
+            act(*args)
+            time.sleep(draw.choice((0.0, 0.0, 0.0, 0.001, 0.004)))
+
+        return acting
+
+    for name in ("await_free", "publish", "await_published", "finish_reading"):
+        setattr(rounds, name, late(getattr(rounds, name)))
+
+
+def _step_with_backward(dispatcher: cd.TokenDispatcher, generator: torch.Generator) -> None:
+    """One layer forward and backward; small integers, so every sum is exact and known."""
+    rank, top_k, num_experts = dispatcher.ep_rank, dispatcher.config.top_k, dispatcher.config.num_experts
+    draws = [  # of all ranks, since every rank draws the same
+        (int(torch.randint(0, 9, (1,), generator=generator)), int(torch.randint(0, 2**30, (1,), generator=generator)))
+        for _ in range(dispatcher.ep_size)
+    ]
+    num_tokens, seed = draws[rank]
+    own = torch.Generator().manual_seed(seed)
+    x = torch.randint(-8, 9, (num_tokens, 8), generator=own).float().requires_grad_()
+    scores = torch.randint(1, 4, (num_tokens, top_k), generator=own).float().requires_grad_()
+    ids = torch.randint(-1, num_experts, (num_tokens, top_k), generator=own)
+    grad = torch.randint(-4, 5, (num_tokens, 8), generator=own).float()
+    routed = dispatcher.dispatch(x, scores, ids)
+    expert = torch.searchsorted(routed.expert_offsets, torch.arange(routed.rows.shape[0]), right=True)
+    scale = (1 + rank * dispatcher.num_local_experts + expert).float().unsqueeze(1)
+    out = dispatcher.combine(routed.rows * scale, routed.handle)
+    out.backward(grad)
+    factor = (ids + 1).float()  # 0 where there is no expert
+    total = (scores.detach() * factor).sum(1, keepdim=True)
+    assert torch.equal(out.detach(), total * x.detach())
+    assert x.grad is not None and torch.equal(x.grad, total * grad)
+    assert scores.grad is not None and torch.equal(scores.grad, factor * (x.detach() * grad).sum(1, keepdim=True))
+
+
+def _race(rank: int, num_steps: int) -> int:
+    with opened(timeout_s=60.0) as fast, opened(timeout_s=60.0, reduction="exact", expert_alignment=4) as exact:
+        for number, dispatcher in enumerate((fast, exact)):
+            _delayed(dispatcher, seed=100 * rank + number)
+        generator = torch.Generator().manual_seed(7)
+        for dispatcher in itertools.islice(itertools.cycle((fast, fast, exact)), num_steps):
+            _step_with_backward(dispatcher, generator)
+        return fast.stats().calls + exact.stats().calls
+
+
+def test_ranks_that_fall_behind_at_random_change_no_bit(ranks: Ranks, full: bool):
+    num_steps = 2500 if full else 60
+    assert ranks(2).run(_race, num_steps, timeout_s=1000.0 if full else 100.0) == [4 * num_steps] * 2

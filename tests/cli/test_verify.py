@@ -1,0 +1,118 @@
+"""`crossdock verify`: what it runs, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+
+def crossdock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "crossdock.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**CLEAN, "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 1), ("loopback", 2), ("all_to_all", 2)])
+def test_a_part_of_the_suite(backend: str, ranks: int, tmp_path: Path):
+    record = tmp_path / "verify.json"
+    done = crossdock("verify", "--backend", backend, "--ranks", str(ranks), "--only", "skewed", "--json", str(record))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{backend} on {ranks} cpu ranks conforms: 16 checks passed, 0 skipped, 0 failed" in done.stdout
+    assert "gradients" in done.stdout
+    written = json.loads(record.read_text())
+    assert (written["backend"], written["ranks"], written["all_passed"]) == (backend, ranks, True)
+    assert {"machine", "versions", "commit", "command", "seconds"} <= written.keys()
+    assert len(written["cells"]) == 16
+    assert {cell["status"] for cell in written["cells"]} == {"passed"}
+
+
+def test_ranks_of_torchrun(tmp_path: Path):
+    record = tmp_path / "verify.json"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "-m",
+        "crossdock.cli",
+    ]
+    arguments = ["verify", "--only", "one hot expert", "--json", str(record)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=110, env=CLEAN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("conforms") == 1
+    assert json.loads(record.read_text())["ranks"] == 2
+
+
+BENT = """
+import torch
+from crossdock.backends.base import Backend, BackendTraits
+from crossdock.backends.all_to_all import AllToAllBackend
+
+class Bent(AllToAllBackend):
+    name = "bent"
+    traits = BackendTraits(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32}))
+
+    def open(self, spec, link):
+        transport = super().open(spec, link)
+        right = transport.rows_home
+        transport.rows_home = lambda *arguments: right(*arguments) * 2
+        return transport
+"""
+
+
+def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path):
+    (tmp_path / "bent.py").write_text(BENT)
+    facts = tmp_path / "bent-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: bent\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[crossdock.backends]\nbent = bent:Bent\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    record = tmp_path / "verify.json"
+    done = crossdock("verify", "--backend", "bent", "--only", "skewed", "--json", str(record), PYTHONPATH=path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "bent on 2 cpu ranks does NOT conform" in done.stdout
+    assert "output of combine" in done.stdout
+    cells = json.loads(record.read_text())["cells"]
+    assert {cell["status"] for cell in cells if cell["group"] == "output"} == {"failed", "skipped"}
+    assert all(cell["message"].startswith("dtypes: ") for cell in cells if cell["status"] == "skipped")
+    assert {cell["status"] for cell in cells if cell["group"] == "rows"} == {"passed", "skipped"}
+
+
+WRONG = {
+    "unknown backend 'typo'; known are 'local', 'loopback', 'all_to_all'": ["--backend", "typo"],
+    "backend 'local' serves one rank, got --ranks 2": ["--backend", "local", "--ranks", "2"],
+    "--ranks must be at least 1, got 0": ["--ranks", "0"],
+    "--device must be auto, cpu or cuda, got 'tpu'": ["--device", "tpu"],
+    "--only 'nothing of the kind' is in no cell's description": ["--only", "nothing of the kind"],
+    "--json /no/such/folder/x.json is in a folder that does not exist": ["--json", "/no/such/folder/x.json"],
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_values(sentence: str):
+    done = crossdock("verify", *WRONG[sentence])
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_environment():
+    done = crossdock("verify", RANK="0", WORLD_SIZE="two")
+    assert done.returncode == 2
+    assert "the environment variable WORLD_SIZE must be a number of ranks, got 'two'" in done.stderr

@@ -1,0 +1,27 @@
+"""The conformance suite on every backend: the workload grid and the scenarios, a test for every cell."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossdock.testing import conformance_cells, run_cell, traits_of
+from tests.contract.conftest import BACKENDS, On
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = bool(metafunc.config.getoption("--full"))
+    cells = [
+        pytest.param(backend, ep_size, cell, id=f"{backend}-{ep_size}-{cell}".replace(", ", "-").replace(" ", "_"))
+        for backend, sizes in BACKENDS.items()
+        for ep_size in sizes
+        for cell in conformance_cells(ep_size, full=full)
+    ]
+    metafunc.parametrize(("backend", "ep_size", "cell"), cells)
+
+
+def test_cell(on: On, backend: str, ep_size: int, cell):
+    results = [result for rank in on(backend, ep_size)(run_cell, cell, traits_of(backend)) for result in rank]
+    failed = [result for result in results if result.status == "failed"]
+    assert not failed, "\n".join(f"rank {f.rank}, {f.group}: {f.message}\n{f.detail}" for f in failed)
+    if skipped := [result.message for result in results if result.status == "skipped"]:
+        pytest.skip(skipped[0])

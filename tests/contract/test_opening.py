@@ -1,0 +1,143 @@
+"""Opening a dispatcher: with one rank or a fresh group, by a backend's name or not, with and without vendors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossdock as cd
+from crossdock.testing import LoopbackGroup, Problem, Seat, assert_bit_equal, run_ranks
+from crossdock.testing.solving import solve
+from tests.contract.conftest import BACKENDS, On, every_backend
+from tests.contract.trials import checked, make_config, problem, random_ids, refused
+
+ONE = make_config(4, 2)
+
+
+def one_rank_trial() -> Problem:
+    return problem(make_config(4, 2, expert_alignment=16), random_ids((5,), 2, 4))
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_rank_is_no_special_case(on: On, backend: str):
+    trial = one_rank_trial()
+    with cd.TokenDispatcher(trial.config) as dispatcher:  # no group, and no torch.distributed
+        assert (dispatcher.backend_name, dispatcher.ep_rank, dispatcher.ep_size) == ("local", 0, 1)
+        wanted = solve(dispatcher, trial, 0, torch.device("cpu"))
+    (outcome,) = on(backend, 1)(checked, trial)
+    for name in ("rows", "out", "grad_x", "grad_scores"):
+        assert_bit_equal(getattr(outcome, name), getattr(wanted, name), name)
+
+
+def default_group_of_one(seat: Seat, trial: Problem) -> str:
+    with cd.TokenDispatcher(trial.config) as dispatcher:
+        solve(dispatcher, trial, 0, seat.device)
+        return dispatcher.backend_name
+
+
+def test_a_default_group_of_one_rank(on: On):
+    assert on("all_to_all", 1)(default_group_of_one, one_rank_trial()) == ["local"]
+
+
+# -- which backend ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "sentence"),
+    [
+        ("typo", cd.ConfigError, "unknown backend 'typo'; known are 'auto', 'local', 'loopback', 'all_to_all'"),
+        ("all_to_all", cd.BackendUnavailable, "backend 'all_to_all' is not available here: torch.distributed is not"),
+        ("loopback", cd.BackendUnavailable, "it serves the members of a LoopbackGroup only"),
+        ("deepep", cd.ConfigError, "unknown backend 'deepep'"),
+    ],
+)
+def test_a_named_backend_is_never_replaced(backend: str, error: type[cd.CrossdockError], sentence: str):
+    assert sentence in refused(lambda: cd.TokenDispatcher(ONE, backend=backend), error)
+
+
+def test_only_auto_chooses_and_says_what():
+    explanation = cd.explain(ONE)
+    assert explanation.chosen == "local"
+    with cd.TokenDispatcher(ONE) as dispatcher:
+        assert "backend='local'" in repr(dispatcher)
+    assert cd.explain(ONE, LoopbackGroup(2).member(0)).chosen == "loopback"
+
+
+def test_a_capacity_that_no_backend_offers_is_refused():
+    config = dataclasses.replace(ONE, row_capacity=cd.RowCapacity.worst_case())
+    message = refused(lambda: cd.TokenDispatcher(config, backend="local"), cd.BackendUnavailable)
+    assert "row_capacity worst_case(1.0) is not offered by this backend, only exact" in message
+
+
+# -- in a clean process -----------------------------------------------------------------------------------------------
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch, crossdock as cd
+config = cd.DispatcherConfig(num_experts=4, top_k=2, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=4)
+print([c.name for c in cd.explain(config).candidates])
+with cd.TokenDispatcher(config) as d:
+    routed = d.dispatch(torch.ones(4, 8), torch.ones(4, 2), torch.tensor([[0, 1]] * 4))
+    assert (d.combine(routed.rows, routed.handle) == 2).all()
+assert not torch.cuda.is_initialized()
+assert not {"deep_ep", "uccl"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "raise AssertionError('no GPU')", "raise OSError('undefined symbol')"])
+def test_no_gpu_no_triton_and_broken_vendor_packages(fault: str, tmp_path: Path):
+    if fault:
+        for name in ("deep_ep", "uccl"):
+            (tmp_path / f"{name}.py").write_text(fault)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "['local', 'loopback', 'all_to_all', 'symmetric']" in done.stdout
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@every_backend(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_is_served_and_others_are_refused(on: On, backend: str, ep_size: int, dtype: torch.dtype):
+    trial = problem(make_config(4, 2, dtype=dtype), random_ids((4, 4), 2, 4))
+    for messages in on(backend, 2)(offered_other_dtypes, trial):
+        assert all("must be torch" in message for message in messages)
+
+
+def offered_other_dtypes(seat: Seat, trial: Problem) -> list[str]:
+    messages = []
+    scores, ids = trial.topk_scores[seat.rank], trial.topk_expert_ids[seat.rank]
+    with seat.open(trial.config) as dispatcher:
+        for other in {torch.bfloat16, torch.float16, torch.float32, torch.float64} - {trial.config.dtype}:
+            x = trial.x[seat.rank].to(other)
+            messages.append(refused(lambda x=x: dispatcher.dispatch(x, scores, ids)))  # type: ignore[misc]
+        solve(dispatcher, trial, seat.rank, seat.device)
+    return messages
+
+
+# -- a fresh group ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_on_a_fresh_group():
+    trial = problem(make_config(4, 2), random_ids((4, 4), 2, 4))
+    run_ranks(first_call, 2, trial)
+
+
+def first_call(rank: int, trial: Problem) -> None:
+    with cd.TokenDispatcher(trial.config, dist.new_group([0, 1]), "all_to_all") as dispatcher:
+        solve(dispatcher, trial, rank, torch.device("cpu"))

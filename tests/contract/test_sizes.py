@@ -1,0 +1,157 @@
+"""Sizes: many tokens, odd widths, many slots, group sizes that are no power of two, padding of groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import grouped_mm
+
+import crossdock as cd
+from crossdock.testing import LoopbackGroup, Seat
+from tests.contract.conftest import On, every_backend
+from tests.contract.trials import checked, checked_steps, make_config, problem, random_ids, refused
+
+
+def alternating(seat: Seat, num_tokens: int) -> tuple[int, list[int]]:
+    """Send every second token to each of two experts; return the number of wrong elements, and the counts."""
+    config = make_config(2, 1, 8, dtype=torch.bfloat16, num_max_tokens_per_rank=num_tokens)
+    token = torch.arange(num_tokens)
+    x = (token % 251 + 1).to(torch.bfloat16).unsqueeze(1).repeat(1, 8).requires_grad_()
+    ids = (token % 2).unsqueeze(1)
+    with seat.open(config) as dispatcher:
+        routed = dispatcher.dispatch(x, torch.ones(num_tokens, 1), ids)
+        out = dispatcher.combine(routed.rows * (seat.rank + 1), routed.handle)
+        out.backward(torch.ones_like(out))
+    assert x.grad is not None
+    factor = (ids + 1).to(torch.bfloat16)
+    wrong = (out.detach() != x.detach() * factor).sum() + (x.grad != factor).sum()
+    return int(wrong), routed.tokens_per_expert.tolist()
+
+
+@every_backend(2)
+@pytest.mark.parametrize("num_tokens", [65_535, 65_536, 65_544])
+def test_more_tokens_than_16_bits_count(on: On, backend: str, ep_size: int, num_tokens: int):
+    halves = [2 * ((num_tokens + 1) // 2), 2 * (num_tokens // 2)]
+    assert on(backend, 2)(alternating, num_tokens) == [(0, [halves[0]]), (0, [halves[1]])]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_maximum_must_be_positive(limit: int):
+    with pytest.raises(cd.ConfigError, match=f"num_max_tokens_per_rank must be a positive integer, got {limit}"):
+        make_config(2, 1, num_max_tokens_per_rank=limit)
+
+
+@every_backend(2)
+@pytest.mark.parametrize("limit", [1, 100, 300])
+def test_any_maximum_is_a_good_one(on: On, backend: str, ep_size: int, limit: int):
+    config = make_config(4, 2, 32, dtype=torch.bfloat16, num_max_tokens_per_rank=limit)
+    steps = [problem(config, random_ids((n, n), 2, 4)) for n in (min(8, limit), limit)]
+    on(backend, 2)(checked_steps, steps)
+
+
+def test_a_token_above_the_maximum():
+    with cd.TokenDispatcher(make_config(4, 2, num_max_tokens_per_rank=5)) as dispatcher:
+        message = refused(
+            lambda: dispatcher.dispatch(torch.ones(6, 16), torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int64))
+        )
+        assert message == "x has 6 tokens, above num_max_tokens_per_rank (5)"
+
+
+@every_backend(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden_dim", [1, 8, 24, 130, 1000, 3584])
+def test_rows_of_any_width(on: On, backend: str, ep_size: int, hidden_dim: int, dtype: torch.dtype):
+    config = make_config(4, 2, hidden_dim, dtype=dtype)
+    columns = torch.arange(hidden_dim).to(dtype)
+    trial = problem(config, random_ids((7, 7), 2, 4)).replace(x=(columns.repeat(7, 1),) * 2)
+    on(backend, 2)(checked, trial)
+
+
+@every_backend(2)
+@pytest.mark.parametrize("top_k", [9, 16, 32])
+def test_many_slots(on: On, backend: str, ep_size: int, top_k: int):
+    config = make_config(32, top_k, 128, dtype=torch.bfloat16)
+    on(backend, 2)(checked, problem(config, random_ids((4, 4), top_k, 32)))
+
+
+def opened_with(seat: Seat, num_experts: int) -> str:
+    message = refused(lambda: seat.open(make_config(num_experts, 1)), cd.ConfigError)
+    checked(seat, problem(make_config(4, 2), random_ids((3,) * seat.size, 2, 4)))
+    return message
+
+
+@every_backend(2)
+@pytest.mark.parametrize("num_experts", [5, 1])
+def test_experts_must_divide_over_the_group(on: On, backend: str, ep_size: int, num_experts: int):
+    messages = on(backend, 2)(opened_with, num_experts)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"num_experts ({num_experts}) must be divisible by the EP group's size (2)")
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "sentence"),
+    [
+        (0, 1, "num_experts must be a positive integer, got 0"),
+        (4, 0, "top_k must be a positive integer, got 0"),
+        (4, 5, "top_k (5) must not exceed num_experts (4)"),
+    ],
+)
+def test_impossible_numbers_of_experts(num_experts: int, top_k: int, sentence: str):
+    with pytest.raises(cd.ConfigError) as refusal:
+        make_config(num_experts, top_k)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("backend", "ep_size", "num_experts"),
+    [("loopback", 3, 9), ("loopback", 3, 3), ("loopback", 6, 12), ("all_to_all", 3, 9), ("all_to_all", 3, 3)],
+)
+def test_group_sizes_that_are_no_power_of_two(on: On, backend: str, ep_size: int, num_experts: int):
+    config = make_config(num_experts, 2, 64)
+    steps = [problem(config, random_ids((7,) * ep_size, 2, num_experts, seed=s), seed=s) for s in range(5)]
+    on(backend, ep_size)(checked_steps, steps)
+
+
+PADDED = [
+    ([0, 1, 8, 9, 0, 16], [0, 8, 16, 32, 32, 48]),
+    ([0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]),
+    ([0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 8]),
+]
+
+
+@every_backend(1)
+@pytest.mark.parametrize(("counts", "offsets"), PADDED, ids=["some", "none", "last"])
+def test_padding_of_groups(on: On, backend: str, ep_size: int, counts: list[int], offsets: list[int]):
+    config = make_config(6, 1, 32, dtype=torch.bfloat16, expert_alignment=8)
+    ids = torch.repeat_interleave(torch.arange(6), torch.tensor(counts)).unsqueeze(1)
+    (outcome,) = on(backend, 1)(checked, problem(config, [ids]))
+    assert outcome.tokens_per_expert.tolist() == counts
+    assert outcome.expert_offsets.tolist() == offsets
+    assert outcome.rows.shape[0] == offsets[-1]
+    weights = torch.ones(6, 32, 16, dtype=torch.bfloat16)
+    assert grouped_mm(outcome.rows, weights, offs=outcome.expert_offsets).shape == (offsets[-1], 16)
+
+
+@pytest.mark.parametrize(("alignment", "sizes"), [(32, [64, 0, 32, 160]), (128, [128, 0, 128, 256])])
+def test_groups_of_44_at_alignment(alignment: int, sizes: list[int]):
+    counts = [44, 0, 1, 129]
+    config = make_config(4, 1, 32, expert_alignment=alignment, num_max_tokens_per_rank=256)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).unsqueeze(1)
+    with cd.TokenDispatcher(config, LoopbackGroup(1).member(0)) as dispatcher:
+        routed = dispatcher.dispatch(torch.ones(174, 32), torch.ones(174, 1), ids)
+    assert routed.tokens_per_expert.tolist() == counts
+    assert torch.diff(routed.expert_offsets, prepend=torch.zeros(1, dtype=torch.int32)).tolist() == sizes
+
+
+@every_backend(2)
+@pytest.mark.parametrize("fields", [{}, {"expert_alignment": 1}, {"expert_alignment": 16}], ids=str)
+def test_nothing_is_padded_unless_asked_for(on: On, backend: str, ep_size: int, fields: dict[str, int]):
+    config = make_config(4, 1, 32, dtype=torch.bfloat16, **fields)
+    outcomes = on(backend, 2)(checked, problem(config, random_ids((5, 5), 1, 4)))
+    for outcome in outcomes:
+        ends = outcome.expert_offsets
+        if fields.get("expert_alignment") == 16:
+            assert not (ends % 16).any()
+        else:
+            assert outcome.rows.shape[0] == int(outcome.tokens_per_expert.sum())
+    assert sum(int(outcome.tokens_per_expert.sum()) for outcome in outcomes) == 10

@@ -1,0 +1,192 @@
+"""Which test answers which case of `cases.md`, or why none does yet."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASE_IDS = re.findall(r"^- (B\d+): ", (ROOT / "tests" / "cases.md").read_text(), re.MULTILINE)
+
+COUNTS, IDS, SIZES = "contract/test_token_counts.py", "contract/test_expert_ids.py", "contract/test_sizes.py"
+GRADIENTS, NUMERICS = "contract/test_gradients.py", "contract/test_numerics.py"
+PADDING, COMPILE = "contract/test_padding.py", "contract/test_compile.py"
+AT_OPENING, LIFETIME = "contract/test_opening.py", "contract/test_lifetime.py"
+DISAGREEMENT, ABSENCE, OPENING = (f"faults/test_{name}.py" for name in ("disagreement", "absence", "opening"))
+SCENARIOS = "src/crossdock/testing/scenarios"  # run by contract/test_conformance.py on every backend
+
+CAPACITY = "needs a sync-free row capacity, which no backend offers yet"
+REPLAY = "needs recomputation with replayed layouts, which is not built yet"
+GRAPHS = "needs CUDA graphs over a sync-free row capacity, which no backend offers yet"
+STREAMS = "needs CUDA streams and a backend with work of its own on them; the CPU has one order of work"
+SYMMETRIC = "needs the backend over symmetric memory, which is not built yet"
+QUANTISED = "needs a quantised transport, which no backend offers yet"
+VENDOR = "needs the adapter of a vendor's package, which is not built yet"
+
+CASES: dict[str, list[str] | str] = {
+    "B01": [f"{COUNTS}::test_ranks_without_rows_take_part_in_every_step"],
+    "B02": [f"{COUNTS}::test_a_rank_without_tokens_still_receives"],
+    "B03": [f"{COUNTS}::test_everybody_empty_looks_like_any_other_call"],
+    "B04": [f"{COUNTS}::test_a_cold_rank_gets_its_tokens_back"],
+    "B06": [f"{COUNTS}::test_uneven_counts_equal_a_run_padded_by_hand"],
+    "B07": [
+        f"{DISAGREEMENT}::test_counts_declared_equal_are_not",
+        f"{COUNTS}::test_declaring_equal_counts_costs_nothing",
+    ],
+    "B08": [
+        f"{DISAGREEMENT}::test_bounds_of_two_ranks_differ_then_agree",
+        f"{COUNTS}::test_the_bound_of_a_call_changes_nothing",
+    ],
+    "B09": [f"{COUNTS}::test_one_rank_receives_far_more_than_it_sends"],
+    "B10": [f"{COUNTS}::test_chunks_in_which_a_rank_runs_dry"],
+    "B11": [f"{COUNTS}::test_nothing_but_real_tokens_is_counted"],
+    "B12": [f"{IDS}::test_slots_without_an_expert_shift_nothing"],
+    "B13": [f"{IDS}::test_the_first_call_may_name_no_expert_at_all"],
+    "B15": [f"{IDS}::test_an_expert_named_twice_counts_twice"],
+    "B16": [f"{IDS}::test_ids_out_of_range_are_refused_with_the_number"],
+    "B17": [f"{IDS}::test_dtypes_of_ids"],
+    "B18": [f"{IDS}::test_all_tokens_of_all_ranks_to_one_rank"],
+    "B19": [f"{IDS}::test_more_slots_than_local_experts"],
+    "B20": [f"{IDS}::test_counts_are_the_histogram_and_rows_lie_with_their_expert"],
+    "B21": [f"{IDS}::test_slots_without_an_expert_do_not_travel"],
+    "B23": [f"{SIZES}::test_more_tokens_than_16_bits_count"],
+    "B24": [f"{SIZES}::test_a_maximum_must_be_positive"],
+    "B25": [f"{SIZES}::test_any_maximum_is_a_good_one", f"{SIZES}::test_a_token_above_the_maximum"],
+    "B27": [f"{SIZES}::test_rows_of_any_width"],
+    "B28": [f"{SIZES}::test_many_slots"],
+    "B29": [
+        f"{SIZES}::test_experts_must_divide_over_the_group",
+        f"{SIZES}::test_impossible_numbers_of_experts",
+    ],
+    "B30": [f"{SIZES}::test_group_sizes_that_are_no_power_of_two"],
+    "B31": [f"{SIZES}::test_padding_of_groups"],
+    "B33": [f"{GRADIENTS}::test_the_router_gets_its_gradient"],
+    "B35": [f"{GRADIENTS}::test_a_score_of_zero_has_a_gradient_and_a_missing_expert_has_none"],
+    "B36": [f"{GRADIENTS}::test_weight_gradients_have_no_factor_of_the_group_size"],
+    "B37": [f"{GRADIENTS}::test_unused_experts_get_gradients_of_zero"],
+    "B38": [f"{GRADIENTS}::test_errors_do_not_grow_with_the_number_of_slots"],
+    "B39": [
+        f"{GRADIENTS}::test_score_gradients_are_added_up_in_float32",
+        f"{GRADIENTS}::test_scores_are_not_rounded_on_the_way",
+    ],
+    "B41": [f"{NUMERICS}::test_every_run_has_the_same_bits", f"{SCENARIOS}/numerics.py::same_bits_every_time"],
+    "B42": [f"{IDS}::test_the_order_of_rows"],
+    "B43": [f"{NUMERICS}::test_backends_agree_to_the_bit"],
+    "B44": [f"{SCENARIOS}/numerics.py::token_alone_or_in_a_crowd"],
+    "B45": QUANTISED,
+    "B46": QUANTISED,
+    "B47": [f"{SIZES}::test_groups_of_44_at_alignment"],
+    "B48": [f"{SIZES}::test_nothing_is_padded_unless_asked_for"],
+    "B49": CAPACITY,
+    "B50": REPLAY,
+    "B51": REPLAY,
+    "B53": REPLAY,
+    "B54": REPLAY,
+    "B55": REPLAY,
+    "B56": REPLAY,
+    "B57": [f"{SCENARIOS}/sharing.py::combines_in_any_order", f"{SCENARIOS}/calls.py::wrong_combines"],
+    "B58": CAPACITY,
+    "B59": CAPACITY,
+    "B61": VENDOR,
+    "B62": CAPACITY,
+    "B63": GRAPHS,
+    "B65": GRAPHS,
+    "B66": CAPACITY,
+    "B67": GRAPHS,
+    "B68": [f"{SCENARIOS}/sharing.py::dispatchers_side_by_side"],
+    "B69": "needs separate paths for prefill and decode, which are not built yet",
+    "B70": GRAPHS,
+    "B71": STREAMS,
+    "B73": STREAMS,
+    "B74": STREAMS,
+    "B75": STREAMS,
+    "B76": [
+        f"{SCENARIOS}/sharing.py::odd_numbers_of_calls",
+        f"{DISAGREEMENT}::test_a_refused_call_leaves_the_numbering_in_step",
+    ],
+    "B78": [f"{SCENARIOS}/sharing.py::micro_batches"],
+    "B79": SYMMETRIC,
+    "B80": STREAMS,
+    "B81": [f"{LIFETIME}::test_a_second_thread_is_kept_out", f"{LIFETIME}::test_two_threads_with_a_dispatcher_each"],
+    "B82": [f"{IDS}::test_a_token_without_routes_is_zero_even_after_large_values"],
+    "B83": SYMMETRIC,
+    "B85": [
+        f"{PADDING}::test_padding_rows_stay_out_of_weight_gradients",
+        "nn/test_experts.py::test_zero_padding_inside_groups_changes_no_value",
+    ],
+    "B86": [
+        f"{PADDING}::test_idle_experts_after_busy_ones",
+        "nn/test_experts.py::test_experts_without_rows_get_zero_gradients",
+    ],
+    "B87": CAPACITY,
+    "B88": "needs a memory checker on a GPU; on a CPU every read is checked by torch",
+    "B90": [
+        f"{OPENING}::test_experts_are_numbered_by_the_rank_in_the_group",
+        f"{SCENARIOS}/groups.py::ranks_in_any_order",
+    ],
+    "B91": [
+        f"{OPENING}::test_members_that_have_made_different_numbers_of_groups",
+        f"{OPENING}::test_ranks_that_pass_different_groups",
+    ],
+    "B92": [
+        f"{ABSENCE}::test_reductions_of_the_caller_on_the_same_group",
+        f"{LIFETIME}::test_collectives_of_the_caller_on_the_same_group",
+    ],
+    "B93": [f"{ABSENCE}::test_ranks_that_do_not_take_part"],
+    "B94": [f"{ABSENCE}::test_the_limit_is_what_was_set"],
+    "B95": CAPACITY,
+    "B96": [f"{LIFETIME}::test_nothing_travels_between_some_ranks"],
+    "B97": SYMMETRIC,
+    "B98": [f"{AT_OPENING}::test_the_first_call_on_a_fresh_group"],
+    "B99": [
+        f"{COMPILE}::test_a_layer_is_compiled_again_once_when_token_counts_change",
+        f"{SCENARIOS}/compiled.py::compiled_aot_eager",
+        f"{SCENARIOS}/compiled.py::compiled_inductor",
+    ],
+    "B100": [f"{COMPILE}::test_fake_tensors_have_the_real_shapes", f"{SCENARIOS}/compiled.py::opcheck"],
+    "B102": [f"{AT_OPENING}::test_no_gpu_no_triton_and_broken_vendor_packages"],
+    "B103": [
+        f"{AT_OPENING}::test_a_named_backend_is_never_replaced",
+        f"{AT_OPENING}::test_only_auto_chooses_and_says_what",
+    ],
+    "B104": VENDOR,
+    "B105": ["test_imports.py::test_what_the_package_does_without", "cli/test_verify.py::test_a_wrong_environment"],
+    "B106": [f"{GRADIENTS}::test_strides_change_nothing"],
+    "B107": [
+        f"{AT_OPENING}::test_every_dtype_is_served_and_others_are_refused",
+        f"{SCENARIOS}/calls.py::wrong_dispatches",
+        f"{SCENARIOS}/calls.py::wrong_on_one_rank",
+    ],
+    "B108": [f"{LIFETIME}::test_many_dispatchers_at_once", f"{LIFETIME}::test_opening_and_closing_leaks_nothing"],
+    "B109": [f"{LIFETIME}::test_leaving_without_close"],
+    "B110": [f"{AT_OPENING}::test_one_rank_is_no_special_case", f"{AT_OPENING}::test_a_default_group_of_one_rank"],
+}
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_case_has_its_entry_and_every_entry_its_case():
+    assert len(CASE_IDS) == len(set(CASE_IDS)) == 95
+    assert sorted(CASES) == sorted(CASE_IDS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_entry_is_good(case: str):
+    entry = CASES[case]
+    if isinstance(entry, str):
+        assert len(entry) > 20 and "\n" not in entry, f"{case}: a reason is one line that says what is missing"
+        return
+    assert entry, f"{case}: neither a test nor a reason"
+    for node in entry:
+        path, function = node.split("::")
+        file = ROOT / path if path.startswith("src/") else ROOT / "tests" / path
+        assert file.is_file(), f"{case}: {path} does not exist"
+        assert function in functions_of(file), f"{case}: {path} has no {function}"

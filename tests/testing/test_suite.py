@@ -1,0 +1,145 @@
+"""The suite itself: it covers every pair, skips by traits alone, and finds backends that are wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+import crossdock as cd
+from crossdock.backends.base import Backend, BackendTraits, Link, Transport, TransportSpec
+from crossdock.backends.loopback import LoopbackBackend
+from crossdock.testing import Cell, CellResult, ThreadRunner, Workload, conformance_cells, run_cell, traits_of
+from crossdock.testing.conformance import missing_trait
+from crossdock.testing.pairwise import every_pair
+from crossdock.testing.workloads import FACTORS, ROUTINGS, whole_grid
+
+
+def test_every_pair_of_values_occurs_and_few_rows_do_it():
+    rows = every_pair(FACTORS)
+    for a, b in combinations(FACTORS, 2):
+        assert {(row[a], row[b]) for row in rows} == {(x, y) for x in FACTORS[a] for y in FACTORS[b]}
+    assert len(rows) <= 1.5 * len(ROUTINGS) * len(FACTORS["alignment"])
+    assert rows == every_pair(FACTORS)
+
+
+@pytest.mark.parametrize("factors", [{"a": (1, 2)}, {"a": (1,), "b": (2,)}, {}], ids=str)
+def test_covering_arrays_of_next_to_nothing(factors: dict[str, tuple[int, ...]]):
+    assert len(every_pair(factors)) == (1 if len(factors) == 2 else 0)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_workloads_are_all_different_and_always_the_same(ep_size: int):
+    cells = conformance_cells(ep_size)
+    assert len({str(cell) for cell in cells}) == len(cells)
+    assert len(list(whole_grid(ep_size))) == 11 * 3 * 4 * 2 * 3 * 2 * 2
+    workload = Workload(ep_size=ep_size, routing="skewed")
+    again = Workload(ep_size=ep_size, routing="skewed")
+    assert workload.seed == again.seed
+    assert workload.seed != Workload(ep_size=ep_size, routing="skewed", alignment=16).seed
+
+
+WANTING: dict[str, tuple[dict[str, Any], Workload]] = {
+    "reductions": ({"reductions": frozenset({"fast"})}, Workload(ep_size=2, routing="skewed", reduction="exact")),
+    "dtypes": ({"dtypes": frozenset({torch.bfloat16})}, Workload(ep_size=2, routing="skewed")),
+    "ragged_counts": ({"ragged_counts": False}, Workload(ep_size=2, routing="uneven token counts")),
+    "duplicate_experts": ({"duplicate_experts": False}, Workload(ep_size=2, routing="duplicates")),
+    "max_top_k": ({"max_top_k": 2}, Workload(ep_size=2, routing="skewed")),
+    "hidden_multiple": ({"hidden_multiple": 16}, Workload(ep_size=2, routing="skewed")),
+    "ordered_rows": ({"ordered_rows": False}, Workload(ep_size=2, routing="skewed", experts="swiglu")),
+}
+
+
+@pytest.mark.parametrize("name", WANTING)
+def test_a_trait_skips_a_cell_and_is_named(name: str):
+    changes, workload = WANTING[name]
+    traits = traits_of("loopback")
+    assert missing_trait(Cell(workload), traits) is None
+    skipped = missing_trait(Cell(workload), dataclasses.replace(traits, **changes))
+    assert skipped is not None and skipped.startswith(f"{name}: ")
+
+
+def test_scenarios_name_the_trait_that_they_need():
+    traits = dataclasses.replace(traits_of("loopback"), reductions=frozenset({"fast"}))
+    skipped = {str(cell): why for cell in conformance_cells(2) if (why := missing_trait(cell, traits)) is not None}
+    assert "EP 1 on all tokens and this group on its parts agree to the bit" in skipped
+    assert set(skipped.values()) == {"reductions: exact", "reductions: it needs 'exact'"}
+
+
+def test_unknown_backends_have_no_traits():
+    with pytest.raises(cd.ConfigError, match="unknown backend 'typo'"):
+        traits_of("typo")
+
+
+class Bent(Backend):
+    """A loopback whose transport is bent somewhere."""
+
+    name = "bent"
+    traits = LoopbackBackend.traits
+
+    def __init__(self, how: str, traits: BackendTraits | None = None) -> None:
+        self.how = how
+        if traits is not None:
+            self.traits = traits
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        transport = LoopbackBackend().open(spec, link)
+        for name in ("dispatch", "rows_home", "rows_out", "scalars_home"):
+            if self.how.startswith(name):
+                setattr(transport, name, bent(self.how, getattr(transport, name)))
+        return transport
+
+
+def bent(how: str, movement: Any) -> Any:
+    def wrong(*arguments: Any) -> Any:
+        result = movement(*arguments)
+        if how == "dispatch: rows swapped" and len(result.rows) > 1:
+            result = result._replace(rows=result.rows.flip(0))
+        elif how == "dispatch: dirty padding":
+            result = result._replace(rows=result.rows.masked_fill(result.row_scores.unsqueeze(1) == 0, 1.0))
+        elif how == "dispatch: offsets in int64":
+            result = result._replace(expert_offsets=result.expert_offsets.long())
+        elif how == "rows_home: last bit":
+            result = torch.nextafter(result.float(), torch.tensor(9e9)).to(result.dtype)
+        elif how == "rows_out: doubled":
+            result = result * 2
+        elif how == "scalars_home: lost":
+            result = torch.zeros_like(result)
+        return result
+
+    return wrong
+
+
+def run(backend: Backend, workload: Workload) -> list[CellResult]:
+    runner = ThreadRunner(workload.ep_size, backend)
+    return [result for rank in runner(run_cell, Cell(workload), backend.traits) for result in rank]
+
+
+@pytest.mark.parametrize(
+    ("how", "group"),
+    [
+        ("dispatch: rows swapped", "rows"),
+        ("dispatch: dirty padding", "rows"),
+        ("dispatch: offsets in int64", "rows"),
+        ("rows_home: last bit", "output"),
+        ("rows_out: doubled", "gradients"),
+        ("scalars_home: lost", "gradients"),
+    ],
+)
+def test_a_bent_backend_is_found_out(how: str, group: str):
+    workload = Workload(ep_size=2, routing="skewed", alignment=16)
+    failed = {result.group for result in run(Bent(how), workload) if result.status == "failed"}
+    assert group in failed
+    assert not [result for result in run(Bent("nowhere"), workload) if result.status != "passed"]
+
+
+def test_the_order_of_rows_counts_unless_the_trait_says_otherwise():
+    unordered = dataclasses.replace(LoopbackBackend.traits, ordered_rows=False)
+    workload = Workload(ep_size=2, routing="one hot expert", experts="identity")
+    for traits, wanted in ((None, "failed"), (unordered, "passed")):
+        results = run(Bent("dispatch: rows swapped", traits), workload)
+        (on_last_rank,) = [result.status for result in results if result.group == "rows" and result.rank == 1]
+        assert on_last_rank == wanted
