@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -198,8 +198,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_factor(name: str, value: object, upper: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 < value <= upper and math.isfinite(value):  # type: ignore[operator, arg-type]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= upper and math.isfinite(value):
         return
     if math.isfinite(upper):
         raise ConfigError(f"{name} must be a positive number of at most {upper:g}, got {value!r}")
@@ -270,6 +269,24 @@ class Dispatched:
         start = torch.nn.functional.pad(self.expert_offsets, (1, 0))[expert]
         count = torch.nn.functional.pad(self.tokens_per_expert, (0, 1))[expert]
         return row - start < count
+
+
+class DispatchLayer(Protocol):
+    """What the consumers of a dispatch need: a `TokenDispatcher`, one of its layer views, or anything like them."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_scores: torch.Tensor,
+        topk_expert_ids: torch.Tensor,
+        num_local_tokens_per_expert: torch.Tensor | None = None,
+        *,
+        num_tokens_per_rank: int | None = None,
+    ) -> Dispatched:
+        """Tokens to their experts' ranks."""
+
+    def combine(self, rows: torch.Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> torch.Tensor:
+        """Results back to their tokens, summed over the slots."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InvalidInput
 from ..routing import Routing
-from ..types import Dispatched, DispatchHandle
+from ..types import DispatchLayer
 
 ScorePlacement = Literal["after", "inside"]
-
-
-class DispatchLayer(Protocol):
-    """What an MoE layer needs of a dispatcher: a `TokenDispatcher`, or better its `layer(name)`."""
-
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_scores: Tensor,
-        topk_expert_ids: Tensor,
-        num_local_tokens_per_expert: Tensor | None = None,
-        *,
-        num_tokens_per_rank: int | None = None,
-    ) -> Dispatched:
-        """Tokens to their experts' ranks."""
-
-    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
-        """Results back to their tokens, summed over the slots."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..types import Dispatched, DispatchHandle
+from ..types import Dispatched, DispatchLayer
 from .problems import Experts, Problem
-
-
-class Layer(Protocol):
-    """What a problem is solved with: a dispatcher or one of its layers."""
-
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_scores: Tensor,
-        topk_expert_ids: Tensor,
-        num_local_tokens_per_expert: Tensor | None = None,
-        *,
-        num_tokens_per_rank: int | None = None,
-    ) -> Dispatched:
-        """Tokens to their experts."""
-
-    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
-        """Results back."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +57,7 @@ class Sent:
     routed: Dispatched
     rows: Tensor
 
-    def home(self, layer: Layer) -> Attempt:
+    def home(self, layer: DispatchLayer) -> Attempt:
         """Combine; collective."""
         out = layer.combine(self.rows, self.routed.handle, apply_scores=self.problem.apply_scores)
         return Attempt(self, out)
@@ -110,7 +92,7 @@ class Attempt:
         )
 
 
-def send(layer: Layer, problem: Problem, rank: int, device: torch.device) -> Sent:
+def send(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device) -> Sent:
     """Dispatch and run the experts. Collective over the problem's group.
 
     What stands in padding rows and behind the last offset is poisoned with NaN before combine, and so are the
@@ -130,12 +112,12 @@ def send(layer: Layer, problem: Problem, rank: int, device: torch.device) -> Sen
     return Sent(problem, rank, x.leaf, scores.leaf, experts, routed, y)
 
 
-def forward(layer: Layer, problem: Problem, rank: int, device: torch.device) -> Attempt:
+def forward(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device) -> Attempt:
     """Dispatch, run the experts and combine. Collective over the problem's group."""
     return send(layer, problem, rank, device).home(layer)
 
 
-def solve(layer: Layer, problem: Problem, rank: int, device: torch.device) -> Outcome:
+def solve(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device) -> Outcome:
     """Forward and backward of a problem on one rank. Collective over the problem's group."""
     return forward(layer, problem, rank, device).backward()
 

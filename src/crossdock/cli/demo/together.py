@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from crossdock import Dispatched, DispatcherConfig, DispatchHandle, TokenDispatcher
 from crossdock.nn import MoE
-from crossdock.nn.moe import DispatchLayer
 from crossdock.routing import Routing
+from crossdock.types import DispatchLayer
 
 from .model import Transformer
 from .parallel import SequenceSharding
