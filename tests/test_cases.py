@@ -14,13 +14,12 @@ CASE_IDS = re.findall(r"^- (B\d+): ", (ROOT / "tests" / "cases.md").read_text(),
 
 COUNTS, IDS, SIZES = "contract/test_token_counts.py", "contract/test_expert_ids.py", "contract/test_sizes.py"
 GRADIENTS, NUMERICS = "contract/test_gradients.py", "contract/test_numerics.py"
-PADDING, COMPILE = "contract/test_padding.py", "contract/test_compile.py"
+PADDING, COMPILE, RECOMPUTE = (f"contract/test_{name}.py" for name in ("padding", "compile", "recompute"))
 AT_OPENING, LIFETIME = "contract/test_opening.py", "contract/test_lifetime.py"
 DISAGREEMENT, ABSENCE, OPENING = (f"faults/test_{name}.py" for name in ("disagreement", "absence", "opening"))
 SCENARIOS = "src/crossdock/testing/scenarios"  # run by contract/test_conformance.py on every backend
 
 CAPACITY = "needs a sync-free row capacity, which no backend offers yet"
-REPLAY = "needs recomputation with replayed layouts, which is not built yet"
 GRAPHS = "needs CUDA graphs over a sync-free row capacity, which no backend offers yet"
 STREAMS = "needs CUDA streams and a backend with work of its own on them; the CPU has one order of work"
 SYMMETRIC = "needs the backend over symmetric memory, which is not built yet"
@@ -82,13 +81,21 @@ CASES: dict[str, list[str] | str] = {
     "B47": [f"{SIZES}::test_groups_of_44_at_alignment"],
     "B48": [f"{SIZES}::test_nothing_is_padded_unless_asked_for"],
     "B49": CAPACITY,
-    "B50": REPLAY,
-    "B51": REPLAY,
-    "B53": REPLAY,
-    "B54": REPLAY,
-    "B55": REPLAY,
-    "B56": REPLAY,
-    "B57": [f"{SCENARIOS}/sharing.py::combines_in_any_order", f"{SCENARIOS}/calls.py::wrong_combines"],
+    "B50": [
+        f"{RECOMPUTE}::test_what_the_router_chose_in_the_forward_stands",
+        f"{RECOMPUTE}::test_without_replay_another_choice_is_an_error_and_no_hang",
+        f"{RECOMPUTE}::test_ids_are_compared_where_that_is_asked_for",
+    ],
+    "B51": [f"{RECOMPUTE}::test_rows_counts_and_order_are_those_of_the_forward"],
+    "B53": [f"{RECOMPUTE}::test_the_extent_of_a_capacity_is_replayed"],
+    "B54": [f"{RECOMPUTE}::test_how_many_calls_a_recomputation_makes"],
+    "B55": [f"{RECOMPUTE}::test_a_cold_rank_keeps_its_dtypes_under_autocast"],
+    "B56": [f"{RECOMPUTE}::test_counters_advance_once_per_forward"],
+    "B57": [
+        f"{SCENARIOS}/sharing.py::combines_in_any_order",
+        f"{SCENARIOS}/calls.py::wrong_combines",
+        f"{RECOMPUTE}::test_two_dispatches_in_flight_keep_to_their_own_layouts",
+    ],
     "B58": CAPACITY,
     "B59": CAPACITY,
     "B61": VENDOR,

@@ -1,8 +1,8 @@
 """Who may import whom, what may not be written, and what `import crossdock` may not do: read off the sources.
 
 The layers, from the bottom: errors, names and types, which everyone may import; kernels; plain functions (permute,
-rows, reference, capacity, routing, inputs); the group and memory; backends; autograd and select; the dispatcher; and on
-top, with public names only, nn, testing, bench and the command line.
+rows, reference, capacity, row_capacity, routing, inputs); the ledger; the group and memory; backends; autograd and
+select; the dispatcher; and on top, with public names only, nn, testing, bench and the command line.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ LAYERS: dict[str, set[str]] = {
     "rows": {"kernels", "permute"},
     "inputs": set(),
     "reference": set(),
+    "row_capacity": set(),
+    "ledger": {"kernels"},
     "capacity": set(),
     "routing": {"permute"},
     "group": set(),
     "memory": {"group"},
     "backends": {"permute", "rows", "inputs", "memory", "kernels", "group"},
-    "autograd": {"backends.base", "group", "ordering", "rows"},
+    "recompute": set(),
+    "autograd": {"backends.base", "group", "ordering", "recompute.frames", "row_capacity", "rows"},
     "select": {"backends", "group"},
-    "opened": {"inputs", "autograd", "group", "backends.base"},
-    "dispatcher": {"inputs", "opened", "autograd", "select", "group", "backends.base"},
+    "opened": {"autograd", "backends.base", "group", "inputs", "ledger", "recompute.frames", "row_capacity", "rows"},
+    "dispatcher": {"inputs", "opened", "autograd", "select", "group", "backends.base", "recompute.frames"},
 }
 # These use what a user may use: the package's own names, and its public modules.
 USERS = {"nn", "testing", "bench", "cli"}
 # `backends.base` is what the author of a backend writes against.
-MODULES = {"backends.base", "capacity", "permute", "routing", "reference", "rows"}
+MODULES = {"backends.base", "capacity", "permute", "recompute", "reference", "routing", "row_capacity", "rows"}
 PUBLIC = {"", "errors", "types", *MODULES, *USERS} - {"cli"}
-# What is public under another name: the loopback group as `crossdock.testing.LoopbackGroup`.
-HOMES = {"testing": {"backends.loopback"}}
+# What is public under another name: the loopback group as `crossdock.testing.LoopbackGroup`. The benchmark probes the
+# link with a kernel of its own, which lives where kernels do.
+HOMES = {"testing": {"backends.loopback"}, "bench": {"kernels.link"}}
 # The other files are backends, and do not know each other.
 SHARED_BY_BACKENDS = {"base", "wire", "wire_layout", "nccl"}
 

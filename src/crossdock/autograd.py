@@ -23,6 +23,8 @@ from .errors import ContractViolation
 from .group.fingerprint import CallFacts
 from .names import decode_name
 from .ordering import keep_order_in_inductor, register_ordered
+from .recompute.frames import Layer, Replay, record, replay_of
+from .row_capacity import Size
 from .rows import score_gradient
 
 
@@ -32,9 +34,30 @@ class Operable(Protocol):
     transport: Transport
 
     def run_dispatch(
-        self, x: Tensor, scores: Tensor, expert_ids: Tensor, local_counts: Tensor | None, facts: CallFacts
-    ) -> tuple[Tensor, Received]:
-        """One dispatch, checked and compared, with its call number `[1]` int64 on the CPU."""
+        self,
+        x: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        local_counts: Tensor | None,
+        facts: CallFacts,
+        *,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor, Received]:
+        """One dispatch, checked and compared.
+
+        Its call number `[1]` int64 on the CPU, the end of its last expert's rows `[1]` int64, and what it brings.
+        """
+
+    def run_redispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, replay: Replay, facts: CallFacts
+    ) -> list[Tensor]:
+        """All outputs of a dispatch that replays a recorded one."""
+
+    def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
+        """Rows of a dispatch, as far as they are known without the call itself (see `LayerView.dispatch`)."""
+
+    def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
+        """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
 
     def run(self, facts: CallFacts, movement: Callable[[Transport, Call], list[Tensor]]) -> list[Tensor]:
         """Any other call, numbered and compared."""
@@ -71,16 +94,27 @@ def dispatch(
     key: str,
     layer: Tensor,
     num_tokens_per_rank: int,
+    compiled: bool,
 ) -> list[Tensor]:
-    """Rows, row scores, tokens per expert, expert offsets, this call's number, then the layout.
+    """Rows, row scores, tokens per expert, expert offsets, this call's number, the rows' end, then the layout.
 
     `layer` is an encoded name (see `names.py`). `anchor` is given in grad mode only, and makes the outputs require
-    grad on every rank alike.
+    grad on every rank alike. `compiled` says whether a compiler has traced the call. Where a checkpointed region is
+    recomputed (see `recompute/frames.py`), the call moves its rows along the layout of the one that it replays.
     """
     facts = CallFacts(-1, "dispatch", decode_name(layer), num_tokens_per_rank, grad_mode=anchor is not None)
-    number, received = _find(key).run_dispatch(x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, facts)
-    told = [received.rows, received.row_scores, received.tokens_per_expert, received.expert_offsets]
-    return [*told, number, *received.layout]
+    dispatcher, of_layer = _find(key), Layer(key, facts.layer)
+    replay = replay_of(of_layer, compiled)
+    if replay is None:
+        number, end, received = dispatcher.run_dispatch(
+            x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, facts, compiled=compiled
+        )
+        told = [received.rows, received.row_scores, received.tokens_per_expert, received.expert_offsets]
+        outputs = [*told, number, end, *received.layout]
+    else:
+        outputs = dispatcher.run_redispatch(x, topk_scores, topk_expert_ids, replay, facts)
+    record(of_layer, compiled, topk_expert_ids, outputs[1:])
+    return outputs
 
 
 @dispatch.register_fake
@@ -93,17 +127,20 @@ def _(
     key: str,
     layer: Tensor,
     num_tokens_per_rank: int,
+    compiled: bool,
 ) -> list[Tensor]:
     keep_order_in_inductor(_OPERATORS)
-    transport = _find(key).transport
+    dispatcher = _find(key)
+    transport, planned = dispatcher.transport, dispatcher.planned_rows(x.shape[0], num_tokens_per_rank)
     new_size = torch.library.get_ctx().new_dynamic_size
-    num_rows, num_local = new_size(), transport.spec.num_local_experts
+    num_rows, num_local = new_size() if planned is None else planned, transport.spec.num_local_experts
     return [
         x.new_empty(num_rows, x.shape[1]),
         x.new_empty(num_rows, dtype=torch.float32),
         x.new_empty(num_local, dtype=torch.int64),
         x.new_empty(num_local, dtype=torch.int32),
         torch.empty(1, dtype=torch.int64, device="cpu"),
+        x.new_empty(1, dtype=torch.int64),
         *transport.fake_layout(x.shape[0], num_rows, x, new_size),
     ]
 
@@ -113,6 +150,7 @@ def combine(
     rows: Tensor,
     topk_scores: Tensor,
     row_scores: Tensor,
+    rows_end: Tensor,
     number: Tensor,
     layout: Sequence[Tensor],
     anchor: Tensor | None,
@@ -142,6 +180,7 @@ def _(
     rows: Tensor,
     topk_scores: Tensor,
     row_scores: Tensor,
+    rows_end: Tensor,
     number: Tensor,
     layout: Sequence[Tensor],
     anchor: Tensor | None,
@@ -194,6 +233,7 @@ def combine_backward(
     grad_out: Tensor,
     rows: Tensor,
     row_scores: Tensor,
+    rows_end: Tensor,
     number: Tensor,
     layout: Sequence[Tensor],
     key: str,
@@ -204,12 +244,14 @@ def combine_backward(
 
     def movement(transport: Transport, call: Call) -> list[Tensor]:
         grad_rows = transport.rows_out(grad_out, layout, call)
+        grad_row_scores = score_gradient(rows, grad_rows, row_scores) if apply_scores else row_scores.new_empty(0)
+        dispatcher.zero_tail(grad_rows, rows_end)
         if not apply_scores:
-            return [grad_rows, row_scores.new_empty(0)]
-        grad_row_scores = score_gradient(rows, grad_rows, row_scores)
+            return [grad_rows, grad_row_scores]
         return [grad_rows, transport.scalars_home(grad_row_scores, layout, None)]
 
-    return _find(key).run(
+    dispatcher = _find(key)
+    return dispatcher.run(
         CallFacts(-1, "combine_backward", decode_name(layer), apply_scores=apply_scores, dispatch_number=int(number)),
         movement,
     )
@@ -220,6 +262,7 @@ def _(
     grad_out: Tensor,
     rows: Tensor,
     row_scores: Tensor,
+    rows_end: Tensor,
     number: Tensor,
     layout: Sequence[Tensor],
     key: str,
@@ -232,9 +275,9 @@ def _(
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, *_, ctx.key, layer, _ = inputs
+    x, *_, ctx.key, layer, _, _ = inputs
     ctx.num_tokens, ctx.hidden_dim, ctx.dtype = x.shape[0], x.shape[1], x.dtype
-    _, row_scores, _, _, number, *layout = output
+    _, row_scores, _, _, number, _, *layout = output
     ctx.save_for_backward(layer, row_scores, number, *layout)
     ctx.set_materialize_grads(False)  # else every integer output would get a gradient of zeros
 
@@ -250,23 +293,23 @@ def _dispatch_adjoint(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
         grad_rows.contiguous(), grad_scores.contiguous(), number, layout, ctx.key, layer, ctx.num_tokens
     )
     needs_x, needs_scores = ctx.needs_input_grad[:2]
-    return dx if needs_x else None, dscores if needs_scores else None, None, None, None, None, None, None
+    return dx if needs_x else None, dscores if needs_scores else None, None, None, None, None, None, None, None
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, _, row_scores, number, layout, _, ctx.key, layer, ctx.apply_scores = inputs
+    rows, _, row_scores, rows_end, number, layout, _, ctx.key, layer, ctx.apply_scores = inputs
     saved_rows = rows if ctx.apply_scores else rows.new_empty(0)
-    ctx.save_for_backward(layer, saved_rows, row_scores, number, *layout)
+    ctx.save_for_backward(layer, saved_rows, row_scores, rows_end, number, *layout)
 
 
 def _combine_adjoint(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    layer, rows, row_scores, number, *layout = ctx.saved_tensors
+    layer, rows, row_scores, rows_end, number, *layout = ctx.saved_tensors
     grad_rows, dscores = combine_backward(
-        grads[0].contiguous(), rows, row_scores, number, layout, ctx.key, layer, ctx.apply_scores
+        grads[0].contiguous(), rows, row_scores, rows_end, number, layout, ctx.key, layer, ctx.apply_scores
     )
     needs_rows, needs_scores = ctx.needs_input_grad[:2]
     dscores = dscores if ctx.apply_scores and needs_scores else None
-    return grad_rows if needs_rows else None, dscores, None, None, [None] * len(layout), None, None, None, None
+    return grad_rows if needs_rows else None, dscores, None, None, None, [None] * len(layout), None, None, None, None
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> Any:

@@ -15,6 +15,7 @@ from .group.members import resolve_members
 from .inputs import check_before_casting, check_combine
 from .names import decode_name, encode_name
 from .opened import OpenDispatcher
+from .recompute.frames import count_dispatch
 from .select import choose, make_spec
 from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle
 
@@ -109,7 +110,7 @@ class TokenDispatcher:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the rows live; None where any device will do (one rank without torch.distributed)."""
+        """Where the rows live; None before the first dispatch of one rank without torch.distributed."""
         return self._open.device
 
     @property
@@ -128,17 +129,34 @@ class TokenDispatcher:
         return self._open.spec.num_local_experts
 
     def check(self) -> None:
-        """Raise the dispatcher's first fault, if there was one; touches no peer and does not wait."""
-        self._open.session.raise_fault()
+        """Raise the dispatcher's first fault, or what the device has told of since; does not wait.
+
+        Call it after the replay of a graph, which raises nothing itself.
+
+        Raises:
+            CapacityOverflow: rows were dropped, under `on_overflow="raise"`; all peers raise it too.
+            InvalidInput: expert ids that only the device could see.
+        """
+        self._open.touch()
 
     def stats(self) -> DispatcherStats:
-        """What this rank has done so far. Raises the first fault, if there was one."""
+        """What this rank has done so far; on a GPU it waits for the device. Raises what `check` raises."""
         self.check()
-        return self._open.stats()
+        stats = self._open.stats()
+        self._open.look()  # the device has come to here by now
+        return stats
 
     def close(self) -> None:
-        """Free everything. Idempotent, waits for no peer, and may come before or after `destroy_process_group`."""
-        self._open.close()
+        """Free everything. Idempotent, waits for no peer, and may come before or after `destroy_process_group`.
+
+        Raises:
+            CapacityOverflow, InvalidInput: as `check`, where nothing has told of it before; all is freed then as well.
+        """
+        try:
+            if self._open.close.alive and self._open.session.fault is None:
+                self._open.look()
+        finally:
+            self._open.close()
 
     def __enter__(self) -> TokenDispatcher:
         return self
@@ -146,7 +164,14 @@ class TokenDispatcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._open.close()
+
+    def recalibrate(self) -> None:
+        """Let every layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
+        self._open.recalibrate(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:
         """A copied model shares the dispatcher."""
@@ -171,6 +196,10 @@ class LayerView:
         """The layer's name."""
         return decode_name(self._encoded_name)
 
+    def recalibrate(self) -> None:
+        """Let this layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
+        self._open.recalibrate(self.name)
+
     @property
     def dispatcher(self) -> TokenDispatcher:
         """The dispatcher that this view shares with others."""
@@ -193,17 +222,21 @@ class LayerView:
             topk_expert_ids: `[T, top_k]` int32 or int64 global ids; -1 is no expert, and a repeated id counts each
                 time.
             num_local_tokens_per_expert: `[num_experts]`, this rank's histogram of the ids, where the caller has it: a
-                cross-check (of its shape alone on a GPU).
-            num_tokens_per_rank: this call's bound on T, the same on every rank; left out, the group agrees by itself.
+                cross-check under `exact` (of its shape alone on a GPU), ignored otherwise.
+            num_tokens_per_rank: this call's bound on T, the same on every rank. Left out, the group agrees by itself
+                under `exact`; the sync-free capacities take T where `equal_token_counts=True` declares it to be
+                everyone's, and else `num_max_tokens_per_rank`.
 
         Raises:
             InvalidInput: before any communication.
+            CapacityOverflow: an earlier dispatch has dropped rows, under `on_overflow="raise"`.
             ContractViolation, PeerTimeout: ranks that differ, or are missing.
         """
         check_before_casting(self._open.config, x, topk_scores, topk_expert_ids, num_tokens_per_rank)
         scores = topk_scores.to(torch.float32, copy=True)  # the handle outlives what the caller does to its tensor
         bound = -1 if num_tokens_per_rank is None else num_tokens_per_rank
-        rows, row_scores, counts, offsets, number, *layout = autograd.dispatch(
+        count_dispatch(self._open.key, self)
+        rows, row_scores, counts, offsets, number, rows_end, *layout = autograd.dispatch(
             x,
             scores,
             topk_expert_ids,
@@ -212,6 +245,7 @@ class LayerView:
             self._open.key,
             self._encoded_name,
             bound,
+            torch.compiler.is_compiling(),
         )
         handle = DispatchHandle(
             encoded_layer=self._encoded_name,
@@ -219,6 +253,7 @@ class LayerView:
             num_rows=rows.shape[0],
             topk_scores=scores,
             row_scores=row_scores.detach().clone(),
+            rows_end=rows_end,
             dispatch_number=number,
             dispatcher_key=self._open.key,
             layout=tuple(layout),
@@ -242,6 +277,7 @@ class LayerView:
             rows,
             handle.topk_scores,
             handle.row_scores,
+            handle.rows_end,
             handle.dispatch_number,
             list(handle.layout),
             self._anchor(),

@@ -42,8 +42,8 @@ class PeerTimeout(_BlamesRanks, TimeoutError):
     """Ranks that died, were stopped, or did not take part in a call in time; `ranks` are those that were missing."""
 
 
-class CapacityOverflow(CrossdockError, RuntimeError):
-    """More rows arrived than the row capacity holds."""
+class CapacityOverflow(_BlamesRanks, RuntimeError):
+    """More rows arrived than the row capacity holds; `ranks` is the rank whose experts they were for."""
 
 
 class BackendUnavailable(CrossdockError, ImportError):

@@ -119,6 +119,34 @@ def refuse_bad_ids(num_bad_by_rank: Sequence[int], num_experts: int) -> None:
         raise InvalidInput(f"topk_expert_ids has ids outside -1..{num_experts - 1}: {told}; no row was moved")
 
 
+def check_distinct_experts(config: DispatcherConfig, topk_expert_ids: Tensor) -> None:
+    """What `distinct_experts=True` declares; on a GPU the device counts instead (see `ledger.py`)."""
+    if not config.distinct_experts or topk_expert_ids.is_cuda:
+        return
+    ids = topk_expert_ids.sort(dim=1).values
+    repeats = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
+    if bool(repeats.any()):
+        token = int(repeats.nonzero()[0])
+        raise InvalidInput(
+            f"topk_expert_ids[{token}] is {topk_expert_ids[token].tolist()}, which names an expert twice, and"
+            f" distinct_experts=True declares that no token does ({int(repeats.sum())} such tokens)"
+        )
+
+
+def refuse_late(num_bad: int, num_repeats: int, num_experts: int) -> None:
+    """What a device counted in sync-free dispatches that have long gone on."""
+    if num_bad:
+        raise InvalidInput(
+            f"topk_expert_ids had {num_bad} ids outside -1..{num_experts - 1} in earlier sync-free dispatches; they"
+            " acted as -1"
+        )
+    if num_repeats:
+        raise InvalidInput(
+            f"{num_repeats} tokens of earlier dispatches named an expert twice, and distinct_experts=True declares that"
+            " no token does"
+        )
+
+
 def check_local_counts(config: DispatcherConfig, topk_expert_ids: Tensor, counts: Tensor) -> None:
     """The caller's histogram of its own ids `[num_experts]` against the ids; on a GPU only its shape."""
     check_is_strided("num_local_tokens_per_expert", counts)

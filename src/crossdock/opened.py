@@ -16,11 +16,16 @@ from torch import Tensor
 
 from . import autograd
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
+from .errors import ContractViolation
 from .group.fingerprint import CallFacts
 from .group.members import Members
 from .group.session import Session
-from .inputs import check_dispatch, check_expert_ids, check_local_counts
+from .inputs import check_dispatch, check_distinct_experts, check_expert_ids, check_local_counts, refuse_late
+from .ledger import DeviceLedger, Entry, HostLedger, open_ledger
 from .names import encode_name
+from .recompute.frames import Replay
+from .row_capacity import Calibration, Size, resolve_num_rows, tokens_of_call, what_to_change
+from .rows import zero_tail
 from .types import DispatcherConfig, DispatcherStats, DispatchHandle
 
 _key_numbers = itertools.count()
@@ -45,36 +50,75 @@ class OpenDispatcher:
         self.anchor = torch.zeros(0, requires_grad=True, device=members.device or "cpu")
         # Graph nodes of the combines of every handle that still lives: what `join_backward` goes back from.
         self._combined: weakref.WeakKeyDictionary[DispatchHandle, list[Any]] = weakref.WeakKeyDictionary()
-        self._num_tokens = self._num_rows = 0
+        self._calibrations: dict[str, Calibration] = {}
+        self._ledger = None if members.device is None else self._open_ledger(members.device)
+        self._told = (0, 0, 0)  # of the ledger's troubles
         self._last_stream: torch.cuda.Stream | None = None
         self.nameless = encode_name("")
         self.close = weakref.finalize(self, _close, self.session, self.transport, os.getpid())
         autograd.register(self.key, self)
 
     def run_dispatch(
-        self, x: Tensor, scores: Tensor, expert_ids: Tensor, local_counts: Tensor | None, facts: CallFacts
-    ) -> tuple[Tensor, Received]:
+        self,
+        x: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        local_counts: Tensor | None,
+        facts: CallFacts,
+        *,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor, Received]:
         """Body of the dispatch operator; arguments are those of `LayerView.dispatch`, scores float32."""
-        num_tokens_per_rank = None if facts.num_tokens_per_rank < 0 else facts.num_tokens_per_rank
-        check_dispatch(self.config, self.device, x, scores, expert_ids, num_tokens_per_rank)
-        check_expert_ids(self.config, expert_ids)
-        if local_counts is not None:
-            check_local_counts(self.config, expert_ids, local_counts)
+        self._check(x, scores, expert_ids, local_counts, facts)
+        self.touch()
         if self.config.equal_token_counts:
             facts = replace(facts, num_tokens=x.shape[0])
+        num_rows = self._rows_of_call(x, facts, compiled)
+        facts = replace(facts, num_rows=-1 if num_rows is None else num_rows)
         ids = expert_ids.to(torch.int64)
 
-        def movement(transport: Transport, call: Call) -> Received:
-            return transport.dispatch(x, scores, ids, call)
+        def movement(transport: Transport, call: Call) -> tuple[Tensor, Received]:
+            received = transport.dispatch(x, scores, ids, num_rows, call)
+            if num_rows is None and self.config.row_capacity.kind == "calibrated":
+                self._calibrate(facts, x.shape[0], transport.agree_max(received.rows.shape[0], call))
+            return self._note(x, ids, facts, received), received
 
         number = torch.tensor([self.session.num_calls], device="cpu")
-        received = self.run(facts, movement)
-        self._num_tokens += x.shape[0]
-        self._num_rows += received.rows.shape[0]
-        return number, received
+        rows_end, received = self.run(facts, movement)
+        return number, rows_end, received
+
+    def run_redispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, replay: Replay, facts: CallFacts
+    ) -> list[Tensor]:
+        """Body of a dispatch that is recomputed: all outputs of the operator, rows along the recorded layout."""
+        check_dispatch(self.config, self.device, x, scores, expert_ids, None)
+
+        def movement(transport: Transport, call: Call) -> list[Tensor]:
+            recorded = replay.check(expert_ids, self.spec.rank)
+            rows = transport.rows_out(x.contiguous(), recorded.layout, call)
+            self.zero_tail(rows, recorded.rows_end)
+            return [rows, *recorded.again()]
+
+        return self.run(replace(facts, operation="redispatch", dispatch_number=replay.number), movement)
+
+    def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
+        """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
+        if self.config.row_capacity.kind in ("exact", "calibrated"):
+            return None
+        tokens = tokens_of_call(self.config, num_tokens, num_tokens_per_rank)
+        return resolve_num_rows(self.config, self.spec.ep_size, tokens)
+
+    def recalibrate(self, layer: str | None) -> None:
+        """Forget what a layer's calibrating dispatch measured, or all layers'."""
+        if layer is None:
+            self._calibrations.clear()
+        else:
+            self._calibrations.pop(layer, None)
 
     def run(self, facts: CallFacts, movement: Callable[[Transport, Call], _T]) -> _T:
         """Body of every operator: one numbered, compared call."""
+        if facts.operation == "combine":
+            self.touch()
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
@@ -92,25 +136,127 @@ class OpenDispatcher:
         """The nodes noted for a handle that still live, which are then forgotten."""
         return [node for ref in self._combined.pop(handle, []) if (node := ref()) is not None]
 
+    @property
+    def ledger(self) -> HostLedger | DeviceLedger:
+        """What its dispatches asked for and got."""
+        if self._ledger is None:  # any device will do, and nothing has come yet
+            self._ledger = self._open_ledger(torch.device("cpu"))
+        return self._ledger
+
+    def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
+        """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
+        if self.config.zero_tail and self.config.row_capacity.kind != "exact":
+            zero_tail(rows, rows_end)
+
+    def touch(self) -> None:
+        """A host touch point: raise the first fault, or what the device has told of since the last one.
+
+        Raises:
+            CapacityOverflow: rows were dropped, and `on_overflow="raise"`; all peers raise it too.
+            InvalidInput: ids that only the device could see; once for all that it has counted so far.
+        """
+        self.session.raise_fault()
+        self.look()
+
+    def look(self) -> None:
+        """`touch` without the first fault."""
+        if self._ledger is None:
+            return
+        news = self._ledger.told()
+        if news == self._told or self._ledger.is_capturing():
+            return
+        before, self._told = self._told, news
+        if self.config.on_overflow == "raise" and news[0] > before[0]:
+            self._overflow()
+        refuse_late(news[1] - before[1], news[2] - before[2], self.config.num_experts)
+
     def stats(self) -> DispatcherStats:
         """See `TokenDispatcher.stats`."""
         sent, sent_rows = self.transport.bytes_sent()
+        layers = {} if self._ledger is None else self._ledger.stats()
         return DispatcherStats(
             calls=self.session.num_calls,
-            tokens=self._num_tokens,
-            rows=self._num_rows,
+            tokens=sum(layer.tokens for layer in layers.values()),
+            rows=sum(layer.rows for layer in layers.values()),
             host_syncs=self.transport.num_host_syncs(),
             sent_bytes=sent,
             sent_rows_bytes=sent_rows,
+            layers=layers,
         )
+
+    # -- parts of a dispatch -----------------------------------------------------------------------------------------
+
+    def _check(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, local_counts: Tensor | None, facts: CallFacts
+    ) -> None:
+        num_tokens_per_rank = None if facts.num_tokens_per_rank < 0 else facts.num_tokens_per_rank
+        check_dispatch(self.config, self.device, x, scores, expert_ids, num_tokens_per_rank)
+        check_expert_ids(self.config, expert_ids)
+        check_distinct_experts(self.config, expert_ids)
+        if local_counts is not None and self.config.row_capacity.kind == "exact":
+            check_local_counts(self.config, expert_ids, local_counts)
+
+    def _rows_of_call(self, x: Tensor, facts: CallFacts, compiled: bool) -> int | None:
+        """Rows to size this dispatch to; None for as many as come."""
+        capacity = self.config.row_capacity
+        if capacity.kind == "exact":
+            return None
+        measured = self._calibrations.get(facts.layer)
+        if capacity.kind == "calibrated" and measured is None:
+            if compiled or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                raise ContractViolation(
+                    f"layer {facts.layer!r} is not calibrated yet: row_capacity {capacity} measures the first eager"
+                    " dispatch of every layer, so make one before this layer is compiled or captured"
+                )
+            return None
+        tokens = tokens_of_call(self.config, x.shape[0], facts.num_tokens_per_rank)
+        return int(resolve_num_rows(self.config, self.spec.ep_size, tokens, measured))
+
+    def _calibrate(self, facts: CallFacts, num_tokens: int, most_rows: int) -> None:
+        """Keep what all ranks have agreed on; where nothing came, the next dispatch tries again."""
+        tokens = int(tokens_of_call(self.config, num_tokens, facts.num_tokens_per_rank))
+        if most_rows:
+            self._calibrations[facts.layer] = Calibration(most_rows, tokens)
+
+    def _note(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
+        """Enter a dispatch into the ledger and finish its tail; the end of its rows."""
+        if self._ledger is None:  # alone: the first dispatch says where the rows live
+            self.device, self._ledger = x.device, self._open_ledger(x.device)
+        wanted, bad_ids = received.demand
+        kept, ends = received.tokens_per_expert, received.expert_offsets
+        rows_end = self._ledger.enter(Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids))
+        if self.config.distinct_experts:
+            self._ledger.note_repeats(expert_ids)
+        if facts.num_rows >= 0 and self.config.zero_tail:
+            zero_tail(received.rows, rows_end, received.row_scores)
+        return rows_end
+
+    def _open_ledger(self, device: torch.device) -> HostLedger | DeviceLedger:
+        return open_ledger(self.config.expert_alignment, self.spec.num_local_experts, device)
+
+    def _overflow(self) -> None:
+        trouble = self.ledger.trouble()
+        self.session.break_off(
+            f"layer {trouble.layer!r} on rank {self.spec.rank}: a dispatch asked for {trouble.demand} rows, and"
+            f" row_capacity {self.config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
+            f" {what_to_change(self.config, trouble.demand, trouble.capacity)}; there is no guard, so a step may have"
+            " been applied"
+        )
+        self.transport.abandon()
+        self.session.raise_fault()
 
     def _follow_stream(self) -> None:
         """Calls are ordered on the device too: a call on another stream waits for what the last one's had to do."""
         if self.device is not None and self.device.type == "cuda":
             stream, last = torch.cuda.current_stream(self.device), self._last_stream
-            if last is not None and last != stream:
-                stream.wait_stream(last)
+            if last is not None and last != stream and _is_captured(stream) == _is_captured(last):
+                stream.wait_stream(last)  # what a graph captures waits for nothing outside of it: its replay is a call
             self._last_stream = stream
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _open(

@@ -80,6 +80,45 @@ def map_slots(
     return SlotMap(row_of_slot.view(local_ids.shape), slot_of_row)
 
 
+def map_slots_within(
+    local_ids: torch.Tensor, tokens_per_expert: torch.Tensor, alignment: int, num_rows: int
+) -> SlotMap:
+    """`map_slots` into `num_rows` rows, of which the host knows nothing else: what lies behind them is dropped.
+
+    Three slots want expert 0 and one wants expert 1, and there are two rows:
+
+    >>> m = map_slots_within(torch.tensor([[0, 1], [0, 0]]), torch.tensor([3, 1]), 1, 2)
+    >>> m.row_of_slot.tolist(), m.slot_of_row.tolist()
+    ([[0, -1], [1, -1]], [0, 2])
+    """
+    flat = local_ids.reshape(-1)
+    num_experts = tokens_per_expert.shape[0]
+    key = torch.where(flat < 0, num_experts, flat).to(torch.int32)
+    by_expert, slots = torch.sort(key, stable=True)
+    row = torch.arange(flat.shape[0], device=flat.device)
+    shift = _shift_by_padding(tokens_per_expert, alignment)
+    if shift is not None:
+        row = row + torch.cat([shift, shift.new_zeros(1)])[by_expert]
+    kept = (by_expert < num_experts) & (row < num_rows)
+    row_of_slot = torch.empty_like(flat).scatter_(0, slots, torch.where(kept, row, -1))
+    # One place more than there are rows, for all that is dropped.
+    slot_of_row = flat.new_full((num_rows + 1,), -1).scatter_(0, torch.where(kept, row, num_rows), slots)
+    return SlotMap(row_of_slot.view(local_ids.shape), slot_of_row[:num_rows])
+
+
+def kept_within(
+    tokens_per_expert: torch.Tensor, ends: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts and padded ends of the experts' groups, cut off at `num_rows` rows.
+
+    >>> kept, ends = kept_within(torch.tensor([3, 2, 1]), torch.tensor([4, 8, 12]), 5)
+    >>> kept.tolist(), ends.tolist()
+    ([3, 1, 0], [4, 5, 5])
+    """
+    ends = ends.clamp(max=num_rows)
+    return torch.minimum(tokens_per_expert, torch.diff(ends, prepend=ends.new_zeros(1))), ends
+
+
 def _shift_by_padding(tokens_per_expert: torch.Tensor, alignment: int) -> torch.Tensor | None:
     """How far padding of the experts before it pushes an expert's rows back; None without padding."""
     if alignment == 1:

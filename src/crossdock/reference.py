@@ -36,10 +36,14 @@ def dispatch(
     topk_expert_ids: Sequence[torch.Tensor],
     num_experts: int,
     expert_alignment: int = 1,
+    num_rows: int | None = None,
 ) -> list[ReferenceRows]:
-    """Rows by local expert, then source rank, then token, then slot."""
+    """Rows by local expert, then source rank, then token, then slot; with `num_rows`, only so many of them."""
     num_local = num_experts // len(x)
-    return [_rows_of_rank(rank, num_local, x, topk_scores, topk_expert_ids, expert_alignment) for rank in range(len(x))]
+    return [
+        _rows_of_rank(rank, num_local, x, topk_scores, topk_expert_ids, expert_alignment, num_rows)
+        for rank in range(len(x))
+    ]
 
 
 def _rows_of_rank(
@@ -49,6 +53,7 @@ def _rows_of_rank(
     topk_scores: Sequence[torch.Tensor],
     topk_expert_ids: Sequence[torch.Tensor],
     alignment: int,
+    num_rows: int | None,
 ) -> ReferenceRows:
     origin: list[tuple[int, int, int] | None] = []
     counts, ends = [], []
@@ -60,8 +65,9 @@ def _rows_of_rank(
             for slot, expert_id in enumerate(chosen)
             if expert_id == expert
         ]
-        counts.append(len(group))
-        origin += [*group, *[None] * (-len(group) % alignment)]
+        start = len(origin)
+        origin = [*origin, *group, *[None] * (-len(group) % alignment)][:num_rows]
+        counts.append(min(len(group), len(origin) - start))
         ends.append(len(origin))
     rows = x[0].new_zeros(len(origin), x[0].shape[1])
     scores = torch.zeros(len(origin), device=x[0].device)

@@ -200,6 +200,18 @@ def score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torc
     return out
 
 
+def zero_tail(rows: torch.Tensor, end: torch.Tensor, scores: torch.Tensor | None = None) -> None:
+    """Zero `rows [R, D]`, and `scores [R]` if given, from row `end [1]` (int64, on their device) on; in place."""
+    if rows.is_cuda:
+        from .kernels.tail import launch_zero_tail
+
+        launch_zero_tail(end, rows, scores)
+        return
+    rows[int(end) :].zero_()
+    if scores is not None:
+        scores[int(end) :].zero_()
+
+
 def poisoned(values: torch.Tensor, nan_if: torch.Tensor) -> torch.Tensor:
     """`values` (contiguous float, on a GPU), all NaN if `nan_if` is set; in place."""
     from .kernels.poison import launch_poison

@@ -116,6 +116,7 @@ def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
         timeout_s=config.timeout_s,
         rank=members.rank,
         ep_size=members.size,
+        row_capacity=config.row_capacity,
     )
 
 

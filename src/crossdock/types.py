@@ -221,6 +221,7 @@ class DispatchHandle:
         num_rows: rows of `Dispatched.rows`.
         topk_scores: `[T, top_k]` float32, as given to dispatch (differentiable).
         row_scores: `[num_rows]` float32: the score that came with each row.
+        rows_end: `[1]` int64: the end of the last expert's rows; what lies behind it is nobody's.
         dispatch_number: `[1]` int64 on the CPU: number of that dispatch among the dispatcher's calls.
     """
 
@@ -228,6 +229,7 @@ class DispatchHandle:
     num_rows: int
     topk_scores: torch.Tensor = field(repr=False)
     row_scores: torch.Tensor = field(repr=False)
+    rows_end: torch.Tensor = field(repr=False)
     dispatch_number: torch.Tensor = field(repr=False)
     encoded_layer: torch.Tensor = field(repr=False)
     dispatcher_key: str = field(repr=False)
@@ -245,10 +247,11 @@ class Dispatched:
 
     Attributes:
         rows: `[row_capacity, hidden_dim]`, by local expert, then source rank, then token, then slot; padding rows
-            inside an expert's group are zero.
-        tokens_per_expert: `[num_local_experts]` int64: rows of each local expert, without padding.
-        expert_offsets: `[num_local_experts]` int32: inclusive ends of the padded groups, as grouped GEMMs take them.
-        scores: `[row_capacity]` float32, differentiable; 0 on padding rows.
+            inside an expert's group are zero, rows behind the last offset uninitialised (zero under `zero_tail`).
+        tokens_per_expert: `[num_local_experts]` int64: kept rows of each local expert, without padding.
+        expert_offsets: `[num_local_experts]` int32: inclusive ends of the padded groups, as grouped GEMMs take them;
+            never behind the capacity.
+        scores: `[row_capacity]` float32, differentiable; 0 on padding rows, behind the last offset as `rows`.
         handle: what `combine` takes.
     """
 
@@ -290,16 +293,52 @@ class DispatchLayer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """What one layer's dispatches have brought to this rank's experts so far.
+
+    Attributes:
+        calls: dispatches.
+        tokens: tokens this rank brought to them.
+        rows: rows that reached this rank's experts, without padding.
+        rows_wanted: rows that were asked for; `rows_wanted - rows` were dropped.
+        overflows: dispatches of which rows were dropped.
+        largest_demand: rows, padding included, of the dispatch that took up most of its capacity.
+        capacity: rows that dispatch was sized to; -1 under `exact`, which has no capacity.
+        wanted_by_expert: rows that were asked for, by local expert.
+    """
+
+    calls: int
+    tokens: int
+    rows: int
+    rows_wanted: int
+    overflows: int
+    largest_demand: int
+    capacity: int
+    wanted_by_expert: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest expert's rows over the mean of this rank's experts; 1.0 is balanced, and nothing is too."""
+        return max(self.wanted_by_expert) * len(self.wanted_by_expert) / (self.rows_wanted or 1) or 1.0
+
+    @property
+    def fill(self) -> float | None:
+        """`largest_demand` over its capacity: rows were dropped above 1.0; None under `exact`."""
+        return self.largest_demand / self.capacity if self.capacity > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DispatcherStats:
     """What a dispatcher has done so far on this rank.
 
     Attributes:
-        calls: operations finished (dispatch, combine and their backward count one each).
+        calls: operations finished (dispatch, combine, their backward, and what is recomputed count one each).
         tokens: tokens this rank brought to dispatches.
-        rows: rows that reached this rank's experts.
+        rows: rows that reached this rank's experts, without padding.
         host_syncs: times an operation waited for a number on the host.
         sent_bytes: bytes this rank put on the wire to other ranks, rows, scalars and headers together.
         sent_rows_bytes: the part of it that were rows of `hidden_dim` elements.
+        layers: every layer's own account, by its name.
     """
 
     calls: int = 0
@@ -308,3 +347,4 @@ class DispatcherStats:
     host_syncs: int = 0
     sent_bytes: int = 0
     sent_rows_bytes: int = 0
+    layers: Mapping[str, LayerStats] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a recomputed dispatch is a call of its own, and gives the same gradients."""
+"""Activation checkpointing without `crossdock.recompute`: a recomputed dispatch is a call of its own, and right."""
 
 from __future__ import annotations
 

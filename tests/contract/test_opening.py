@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import crossdock as cd
+from crossdock.backends.local import LocalBackend
 from crossdock.testing import LoopbackGroup, Problem, Seat, assert_bit_equal, run_ranks
 from crossdock.testing.solving import solve
 from tests.contract.conftest import BACKENDS, On, every_backend
@@ -73,9 +74,15 @@ def test_only_auto_chooses_and_says_what():
     assert cd.explain(ONE, LoopbackGroup(2).member(0)).chosen == "loopback"
 
 
-def test_a_capacity_that_no_backend_offers_is_refused():
+class OnlyExact(LocalBackend):
+    """A backend that waits for its counts."""
+
+    traits = dataclasses.replace(LocalBackend.traits, row_capacities=frozenset({"exact"}))
+
+
+def test_a_capacity_that_a_backend_does_not_offer_is_refused():
     config = dataclasses.replace(ONE, row_capacity=cd.RowCapacity.worst_case())
-    message = refused(lambda: cd.TokenDispatcher(config, backend="local"), cd.BackendUnavailable)
+    message = refused(lambda: cd.TokenDispatcher(config, backend=OnlyExact()), cd.BackendUnavailable)
     assert "row_capacity worst_case(1.0) is not offered by this backend, only exact" in message
 
 

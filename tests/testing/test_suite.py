@@ -46,6 +46,14 @@ WANTING: dict[str, tuple[dict[str, Any], Workload]] = {
     "reductions": ({"reductions": frozenset({"fast"})}, Workload(ep_size=2, routing="skewed", reduction="exact")),
     "dtypes": ({"dtypes": frozenset({torch.bfloat16})}, Workload(ep_size=2, routing="skewed")),
     "ragged_counts": ({"ragged_counts": False}, Workload(ep_size=2, routing="uneven token counts")),
+    "row_capacities": (
+        {"row_capacities": frozenset({"exact"})},
+        Workload(ep_size=2, routing="skewed", capacity="balanced"),
+    ),
+    "sync_free_devices": (
+        {"sync_free_devices": frozenset({"cuda"})},
+        Workload(ep_size=2, routing="skewed", capacity="rows"),
+    ),
     "duplicate_experts": ({"duplicate_experts": False}, Workload(ep_size=2, routing="duplicates")),
     "max_top_k": ({"max_top_k": 2}, Workload(ep_size=2, routing="skewed")),
     "hidden_multiple": ({"hidden_multiple": 16}, Workload(ep_size=2, routing="skewed")),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..group.faults import TransportFault
 from ..group.store import within
 from ..types import SUPPORTED_DTYPES
-from .base import Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
+from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
 from .wire import Finish, Wire, WireTransport
 
 _CONNECT_MARGIN_S = 1.0
@@ -89,6 +89,9 @@ class GlooWire(Wire):
             late = f"an exchange did not finish within {self._timeout_s:g} s"
             raise TransportFault(late if expired else _first_line(error), expired=expired) from error
 
+    def abandon(self) -> None:
+        self.close()  # its connections end with it, and peers that wait notice
+
     def close(self) -> None:
         if self._group is None:
             return
@@ -114,6 +117,8 @@ class AllToAllBackend(Backend):
     traits = BackendTraits(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset(SUPPORTED_DTYPES),
+        row_capacities=EVERY_ROW_CAPACITY,
+        sync_free_devices=frozenset({"cpu"}),  # NCCL takes its splits from the host
         multi_node=True,
         needs="torch.distributed with Gloo (CPU) or NCCL (GPU)",
     )

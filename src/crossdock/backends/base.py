@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,12 +16,16 @@ import torch
 from ..group.faults import TransportFault
 from ..group.fingerprint import CallFacts
 from ..group.members import Members
-from ..types import Reduction
+from ..types import Reduction, RowCapacity
+
+EVERY_ROW_CAPACITY = frozenset({"exact", "worst_case", "balanced", "calibrated", "rows"})
 
 __all__ = [
+    "EVERY_ROW_CAPACITY",
     "Backend",
     "BackendTraits",
     "Call",
+    "Demand",
     "GroupFacts",
     "Layout",
     "Link",
@@ -42,6 +46,7 @@ class BackendTraits:
         devices: device types its rows may live on.
         dtypes: dtypes of rows.
         row_capacities: kinds of `RowCapacity` it offers.
+        sync_free_devices: device types on which it offers others than `exact`; None is all that it serves.
         reductions: reductions it meets to the bit.
         capturable: whether its sync-free calls can be captured in a CUDA graph.
         token_alignment: every rank's token count must be a multiple of this (the dispatcher pads).
@@ -58,6 +63,7 @@ class BackendTraits:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     row_capacities: frozenset[str] = frozenset({"exact"})
+    sync_free_devices: frozenset[str] | None = None
     reductions: frozenset[str] = frozenset({"fast", "exact"})
     capturable: bool = False
     token_alignment: int = 1
@@ -69,6 +75,11 @@ class BackendTraits:
     hidden_multiple: int = 1
     multi_node: bool = False
     needs: str = "nothing"
+
+    def offers(self, row_capacity: str, device_type: str) -> bool:
+        """Whether this kind of `RowCapacity` is offered for rows on this type of device."""
+        anywhere = self.sync_free_devices is None or device_type in self.sync_free_devices
+        return row_capacity == "exact" or (row_capacity in self.row_capacities and anywhere)
 
 
 class GroupFacts(NamedTuple):
@@ -95,6 +106,7 @@ class TransportSpec:
     timeout_s: float
     rank: int
     ep_size: int
+    row_capacity: RowCapacity = field(default_factory=RowCapacity.exact)
 
     @property
     def num_local_experts(self) -> int:
@@ -131,15 +143,29 @@ class Call:
     verify: Callable[[Sequence[Sequence[int]]], None]
 
 
+class Demand(NamedTuple):
+    """What one dispatch asked for, on the device; nobody on the host waits for it.
+
+    Attributes:
+        wanted: `[num_local_experts]` int64: rows asked for by local expert, before the capacity and without padding.
+        bad_ids: `[ep_size]` int64: ids outside the range by source rank, as far as this rank has counted them; zeros
+            where they were refused before.
+    """
+
+    wanted: torch.Tensor
+    bad_ids: torch.Tensor
+
+
 class Received(NamedTuple):
     """What a dispatch brings: rows in the contract's order and all that later movements need.
 
     Attributes:
-        rows: `[R, hidden_dim]`; padding rows are zero.
-        row_scores: `[R]` float32; 0 on padding rows.
-        tokens_per_expert: `[num_local_experts]` int64.
-        expert_offsets: `[num_local_experts]` int32 inclusive padded ends.
+        rows: `[R, hidden_dim]`; padding rows are zero, rows behind the last offset uninitialised.
+        row_scores: `[R]` float32; 0 on padding rows, uninitialised behind the last offset.
+        tokens_per_expert: `[num_local_experts]` int64: kept rows.
+        expert_offsets: `[num_local_experts]` int32 inclusive padded ends, at most R.
         layout: the backend's own tensors, fixed in number and meaning for one spec.
+        demand: see `Demand`.
     """
 
     rows: torch.Tensor
@@ -147,6 +173,7 @@ class Received(NamedTuple):
     tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
     layout: list[torch.Tensor]
+    demand: Demand
 
 
 Layout = Sequence[torch.Tensor]
@@ -159,8 +186,15 @@ class Transport(ABC):
     spec: TransportSpec
 
     @abstractmethod
-    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
-        """Make a layout and move rows `[T, hidden_dim]` with their scores `[T, top_k]` out along it."""
+    def dispatch(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, num_rows: int | None, call: Call
+    ) -> Received:
+        """Make a layout and move rows `[T, hidden_dim]` with their scores `[T, top_k]` out along it.
+
+        With `num_rows` None it waits for the counts and returns as many rows as arrive. Otherwise it returns exactly
+        `num_rows`: slots whose row would lie at or behind it are dropped, padding is cut off there too, and on a GPU
+        nothing is read on the host.
+        """
 
     @abstractmethod
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
@@ -182,6 +216,19 @@ class Transport(ABC):
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
     ) -> list[torch.Tensor]:
         """Empty tensors of the shapes that `dispatch` returns as layout, for tracing."""
+
+    def agree_max(self, value: int, call: Call) -> int:
+        """The largest `value` of all ranks, which may be waited for; asked inside a layer's calibrating dispatch.
+
+        Raises:
+            NotImplementedError: a backend that offers `calibrated` to more than one rank, and lacks this.
+        """
+        if self.spec.ep_size > 1:
+            raise NotImplementedError("a backend that offers row_capacity calibrated has to agree on a maximum")
+        return value
+
+    def abandon(self) -> None:
+        """Wake the peers that wait for this rank, if that is possible: it has given up, and they were told why."""
 
     def bytes_sent(self) -> tuple[int, int]:
         """Bytes put on the wire so far: all of them, and those of rows."""
@@ -216,6 +263,10 @@ class Backend(ABC):
             (
                 device is None or device.type in traits.devices,
                 f"rows on {device} are not offered, only on {', '.join(sorted(traits.devices))}",
+            ),
+            (
+                device is None or traits.offers(spec.row_capacity.kind, device.type),
+                f"row_capacity {spec.row_capacity} is not offered on {device}, only exact()",
             ),
             (spec.dtype in traits.dtypes, f"{spec.dtype} is not offered"),
             (spec.reduction in traits.reductions, f"reduction={spec.reduction!r} is not offered"),

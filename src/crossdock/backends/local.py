@@ -5,13 +5,24 @@ from __future__ import annotations
 import torch
 
 from ..inputs import refuse_bad_ids
-from ..permute import SlotMap, count_by_expert, drop_bad_ids, map_slots, padded_ends, take_or_zero
+from ..permute import (
+    SlotMap,
+    count_by_expert,
+    drop_bad_ids,
+    kept_within,
+    map_slots,
+    map_slots_within,
+    padded_ends,
+    take_or_zero,
+)
 from ..rows import gather_rows, reduce_rows
 from ..types import SUPPORTED_DTYPES
 from .base import (
+    EVERY_ROW_CAPACITY,
     Backend,
     BackendTraits,
     Call,
+    Demand,
     GroupFacts,
     Layout,
     Link,
@@ -30,16 +41,29 @@ class LocalTransport(Transport):
         self.spec = spec
         self._host_syncs = 0
 
-    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
+    def dispatch(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, num_rows: int | None, call: Call
+    ) -> Received:
+        alignment = self.spec.expert_alignment
         expert_ids, num_bad_ids = drop_bad_ids(expert_ids, self.spec.num_experts)
-        counts = count_by_expert(expert_ids, self.spec.num_experts)
-        ends = padded_ends(counts, self.spec.expert_alignment)
-        num_slots, num_rows, num_bad = torch.stack([counts.sum(), ends[-1], num_bad_ids]).tolist()
-        self._host_syncs += 1
-        refuse_bad_ids([num_bad], self.spec.num_experts)
-        layout = map_slots(expert_ids, counts, self.spec.expert_alignment, num_slots, num_rows)
-        row_scores = take_or_zero(scores.reshape(-1), layout.slot_of_row)
-        return Received(self._spread(x, layout), row_scores, counts, ends.to(torch.int32), list(layout))
+        wanted = count_by_expert(expert_ids, self.spec.num_experts)
+        counts, ends = wanted, padded_ends(wanted, alignment)
+        if num_rows is None:
+            num_slots, num_come, num_bad = torch.stack([wanted.sum(), ends[-1], num_bad_ids]).tolist()
+            self._host_syncs += 1
+            refuse_bad_ids([num_bad], self.spec.num_experts)
+            layout = map_slots(expert_ids, wanted, alignment, num_slots, num_come)
+        else:
+            layout = map_slots_within(expert_ids, wanted, alignment, num_rows)
+            counts, ends = kept_within(wanted, ends, num_rows)
+        return Received(
+            rows=self._spread(x, layout),
+            row_scores=take_or_zero(scores.reshape(-1), layout.slot_of_row),
+            tokens_per_expert=counts,
+            expert_offsets=ends.to(torch.int32),
+            layout=list(layout),
+            demand=Demand(wanted, num_bad_ids.view(1)),
+        )
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
         return self._spread(x, SlotMap(*layout))
@@ -60,7 +84,7 @@ class LocalTransport(Transport):
         return self._host_syncs
 
     def _spread(self, x: torch.Tensor, layout: SlotMap) -> torch.Tensor:
-        may_be_absent = self.spec.expert_alignment > 1
+        may_be_absent = self.spec.expert_alignment > 1 or self.spec.row_capacity.kind != "exact"
         return gather_rows(x, layout.slot_of_row, divisor=self.spec.top_k, may_be_absent=may_be_absent)
 
 
@@ -69,7 +93,9 @@ class LocalBackend(Backend):
 
     name = "local"
     preference = "preferred"
-    traits = BackendTraits(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset(SUPPORTED_DTYPES))
+    traits = BackendTraits(
+        devices=frozenset({"cpu", "cuda"}), dtypes=frozenset(SUPPORTED_DTYPES), row_capacities=EVERY_ROW_CAPACITY
+    )
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.size > 1:

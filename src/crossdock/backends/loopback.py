@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..group.faults import TransportFault
 from ..types import SUPPORTED_DTYPES
-from .base import Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
+from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
 from .wire import Finish, Wire, WireTransport, nothing
 
 
@@ -123,6 +123,9 @@ class LoopbackWire(Wire):
         self._exchange(came, headers, [1] * self.size, [1] * self.size)
         return headers.cpu(), came.cpu()
 
+    def abandon(self) -> None:
+        self._board.leave(self.rank)
+
     def close(self) -> None:
         self._board.leave(self.rank)
 
@@ -146,6 +149,7 @@ class LoopbackBackend(Backend):
     traits = BackendTraits(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset(SUPPORTED_DTYPES),
+        row_capacities=EVERY_ROW_CAPACITY,
         needs="a crossdock.testing.LoopbackGroup",
     )
 

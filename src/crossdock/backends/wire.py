@@ -19,8 +19,8 @@ from ..group.fingerprint import NUM_WORDS
 from ..inputs import refuse_bad_ids
 from ..permute import take_or_zero
 from ..rows import gather_rows, new_rows, poisoned, reduce_rows
-from .base import Call, Layout, NewSize, Received, Transport, TransportSpec, Weights
-from .wire_layout import BAD_IDS, COUNTS, Counts, WireLayout, make_planner
+from .base import Call, Demand, Layout, NewSize, Received, Transport, TransportSpec, Weights
+from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
 Finish = Callable[[], None]  # waits until a started swap has filled its output
 
@@ -60,6 +60,9 @@ class Wire(ABC):
         Neither tensor may be touched before the returned function was called.
         """
 
+    def abandon(self) -> None:
+        """Wake the ranks that wait for this one, if that is possible; nothing else is swapped after it."""
+
     def close(self) -> None:
         """Drop the links."""
 
@@ -70,11 +73,14 @@ class WireTransport(Transport):
     def __init__(self, spec: TransportSpec, wire: Wire, device: torch.device) -> None:
         self.spec, self.wire, self.device = spec, wire, device
         self.planner = make_planner(spec, device)
+        self._may_drop = spec.row_capacity.kind != "exact"
         self._sent_bytes = self._sent_rows_bytes = self._host_syncs = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
 
-    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
+    def dispatch(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, num_rows: int | None, call: Call
+    ) -> Received:
         headers = self._headers(call)
         self.planner.count(expert_ids, headers)
         counts = self._swap_counts(headers, call)
@@ -87,7 +93,12 @@ class WireTransport(Transport):
         finish_slots()
         arrived = self.planner.place_arrived(arrived_slots, counts)
         home_of_slot, row_of_home = self.planner.place_home(expert_ids, arrived, counts)
+        wanted = arrived.tokens_per_expert
+        if num_rows is not None:
+            arrived, row_of_home = arrived.fitted(num_rows), dropped_behind(row_of_home, num_rows)
         finish_rows()
+        if num_rows is not None and self.spec.reduction == "exact":
+            home_of_slot = torch.where(self._are_kept(arrived.row_of_slot, sent, counts), home_of_slot, -1)
         layout = WireLayout(*sent, arrived.row_of_slot, arrived.slot_of_row, counts.splits(), home_of_slot, row_of_home)
         return Received(
             rows=self._spread(table, arrived.slot_of_row),
@@ -95,6 +106,7 @@ class WireTransport(Transport):
             tokens_per_expert=arrived.tokens_per_expert,
             expert_offsets=arrived.expert_offsets,
             layout=list(layout),
+            demand=Demand(wanted, wanted.new_zeros(self.spec.ep_size)),  # bad ids were refused
         )
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
@@ -112,7 +124,7 @@ class WireTransport(Transport):
         if self.spec.reduction == "exact":
 
             def going(part: slice) -> torch.Tensor:
-                return gather_rows(rows, there.row_of_home[part], may_be_absent=False)
+                return gather_rows(rows, there.row_of_home[part], may_be_absent=self._may_drop)
 
             home = self._send_home(going, slots_sent, slots_arrived, opened=opened)
             by_slot = None if weights is None else weights.of_slots
@@ -159,6 +171,17 @@ class WireTransport(Transport):
         )
         return list(layout)
 
+    def agree_max(self, value: int, call: Call) -> int:
+        headers = self._headers(call)
+        headers[:, BAD_IDS] = value  # any word behind the fingerprint
+        came = self.wire.swap_headers(headers, call)[1]
+        self._host_syncs += 1
+        call.verify(came.tolist())
+        return int(came[:, BAD_IDS].max())
+
+    def abandon(self) -> None:
+        self.wire.abandon()
+
     def bytes_sent(self) -> tuple[int, int]:
         return self._sent_bytes, self._sent_rows_bytes
 
@@ -187,6 +210,12 @@ class WireTransport(Transport):
         call.verify(came.tolist())
         refuse_bad_ids(came[:, BAD_IDS].tolist(), self.spec.num_experts)
         return Counts.read(left, came, self.spec.expert_alignment)
+
+    def _are_kept(self, row_of_slot: torch.Tensor, sent: Sent, counts: Counts) -> torch.Tensor:
+        """`[T, top_k]` bool: the slots of this rank that have a row, which only the experts' ranks know."""
+        has_row = (row_of_slot >= 0).to(torch.uint8)
+        home = self._send_home(lambda part: has_row[part], counts.sent, counts.arrived, rows=False)
+        return take_or_zero(home.reshape(-1), sent.sent_slot_of_slot) > 0
 
     # -- the movements -----------------------------------------------------------------------------------------------
 
@@ -243,6 +272,6 @@ class WireTransport(Transport):
         return self.wire.start(table[: sum(arriving)], away, arriving, leaving)
 
     def _spread(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> torch.Tensor:
-        may_be_absent = self.spec.expert_alignment > 1
+        may_be_absent = self.spec.expert_alignment > 1 or self._may_drop
         divisor = self.spec.top_k
         return gather_rows(table, slot_of_row, divisor=divisor, may_be_absent=may_be_absent, nan_if=self.wire.given_up)

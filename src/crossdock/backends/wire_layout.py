@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 
 from ..group.fingerprint import NUM_WORDS
-from ..permute import SlotMap, count_by_expert, drop_bad_ids, first_true, map_slots, padded_ends, take_or_zero
+from ..permute import (
+    SlotMap,
+    count_by_expert,
+    drop_bad_ids,
+    first_true,
+    kept_within,
+    map_slots,
+    padded_ends,
+    take_or_zero,
+)
 from .base import TransportSpec
 
 # A header to one rank: the fingerprint, token rows for that rank, ids outside the range, slots by expert of that rank.
@@ -29,8 +38,10 @@ class WireLayout(NamedTuple):
         row_of_slot: `[A, top_k]` int64: the expert row of an arrived row's slot; -1 if its expert is elsewhere.
         slot_of_row: `[R]` int64: the flat slot of an arrived row, `arrived * top_k + k`; -1 on padding rows.
         splits: `[4, ep_size]` int64 on the CPU: token rows sent to and arrived from each rank, slots sent and arrived.
-        home_of_slot: `[T, top_k]` int64, `exact` only: where a slot's row stands among those that come home.
-        row_of_home: `[sum of arrived slots]` int64, `exact` only: the expert rows in the order they go home.
+        home_of_slot: `[T, top_k]` int64, `exact` only: where a slot's row stands among those that come home; -1 without
+            an expert, and where it was dropped.
+        row_of_home: `[sum of arrived slots]` int64, `exact` only: the expert rows in the order they go home; -1 for a
+            slot that was dropped, for which a row of zeros goes.
     """
 
     token_of_sent: torch.Tensor
@@ -96,6 +107,28 @@ class Arrived(NamedTuple):
     row_scores: torch.Tensor
     tokens_per_expert: torch.Tensor
     expert_offsets: torch.Tensor
+
+    def fitted(self, num_rows: int) -> Arrived:
+        """The same cut off, or filled up with absent rows, at `num_rows`; slots whose row lies behind it have none."""
+        counts, ends = kept_within(self.tokens_per_expert, self.expert_offsets, num_rows)
+        return Arrived(
+            row_of_slot=dropped_behind(self.row_of_slot, num_rows),
+            slot_of_row=_resized(self.slot_of_row, num_rows, -1),
+            row_scores=_resized(self.row_scores, num_rows, 0.0),
+            tokens_per_expert=counts,
+            expert_offsets=ends,
+        )
+
+
+def dropped_behind(row: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows of any shape, -1 for those that lie at or behind `num_rows`."""
+    return torch.where(row < num_rows, row, -1)
+
+
+def _resized(values: torch.Tensor, size: int, fill: float) -> torch.Tensor:
+    if size <= values.shape[0]:
+        return values[:size].clone()
+    return torch.cat([values, values.new_full((size - values.shape[0],), fill)])
 
 
 class Planner(ABC):

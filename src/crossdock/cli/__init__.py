@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import demo, doctor, verify
+from . import bench, demo, doctor, verify
 
 app = typer.Typer(
     name="crossdock",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 
 

@@ -40,6 +40,7 @@ class Verdict:
         where: the call, in words.
         waited_s: how long the rank that gave the verdict had waited in it.
         violation: the whole message, where ranks disagreed rather than were missing; else "".
+        overflow: the whole message, where a rank gave up because rows had been dropped; else "".
 
     """
 
@@ -48,6 +49,7 @@ class Verdict:
     where: str = ""
     waited_s: float = 0.0
     violation: str = ""
+    overflow: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from ..errors import ContractViolation
 
-OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward", "redispatch")
 LAYER_NAME_WORDS = 6
-NUM_WORDS = 8 + LAYER_NAME_WORDS
+NUM_WORDS = 9 + LAYER_NAME_WORDS
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class CallFacts:
         grad_mode: whether a backward will follow.
         apply_scores: whether combine multiplies by the scores.
         dispatch_number: number of the dispatch whose rows this moves; -1 in dispatch itself.
+        num_rows: rows that a dispatch is sized to; -1 where it waits for the count, or does not apply.
     """
 
     number: int
@@ -40,6 +41,7 @@ class CallFacts:
     grad_mode: bool = False
     apply_scores: bool = True
     dispatch_number: int = -1
+    num_rows: int = -1
 
     def __str__(self) -> str:
         if self.number < 0:
@@ -60,13 +62,16 @@ class CallFacts:
             int(self.grad_mode),
             int(self.apply_scores),
             self.dispatch_number,
+            self.num_rows,
             digest,
             *letters,
         ]
 
 
 def _layer_name(words: Sequence[int]) -> str:
-    letters = b"".join(int(w).to_bytes(8, "little", signed=True) for w in words[8:NUM_WORDS])
+    letters = b"".join(
+        int(w).to_bytes(8, "little", signed=True) for w in words[NUM_WORDS - LAYER_NAME_WORDS : NUM_WORDS]
+    )
     return repr(letters.rstrip(b"\0").decode(errors="replace"))
 
 
@@ -79,6 +84,7 @@ _FIELDS: tuple[tuple[str, Callable[[Sequence[int]], object]], ...] = (
     ("grad mode", lambda w: "enabled" if w[4] else "disabled"),
     ("apply_scores", lambda w: bool(w[5])),
     ("the dispatch whose handle is used", lambda w: f"call {w[6]}" if w[6] >= 0 else "none"),
+    ("row capacity of this call", lambda w: f"{w[7]} rows" if w[7] >= 0 else "exact"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import threading
 import time
@@ -11,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ContractViolation, CrossdockError, InvalidInput, PeerTimeout
+from ..errors import CapacityOverflow, ContractViolation, CrossdockError, InvalidInput, PeerTimeout
 from .addresses import Address, own_hosts
-from .diagnosis import Verdict, diagnose
+from .diagnosis import Verdict, agree_on, diagnose
 from .faults import TransportFault
 from .fingerprint import CallFacts, compare
 from .members import Members
@@ -108,6 +109,7 @@ class Session:
 
     def raise_fault(self) -> None:
         """Raise the first fault again, if there was one: this rank's own, or one that a peer has told it of."""
+        self._hear()
         if self.fault is None and self.state.verdict is not None:
             self.fault = self._fault_of(Verdict.from_dict(self.state.verdict))
             self.state.move_to("faulted")
@@ -122,6 +124,28 @@ class Session:
         overdue = TransportFault("its work on the device did not finish", expired=True)
         self.fault = self.fault or self._explain(call, overdue, self.timeout_s)
         self.state.move_to("faulted")
+
+    def break_off(self, overflow: str) -> None:
+        """Give up because rows were dropped, and tell every peer: all raise the same; `raise_fault` does here."""
+        rank = self.members.rank
+        verdict = Verdict((rank,), overflow=overflow)
+        if self.peers:
+            verdict = agree_on(verdict, range(len(self.peers)), rank, self.peers, self.state)
+        elif (key := self._overflow_key) is not None:
+            text = bytes(self.members.store.compare_set(key, "", json.dumps(verdict.as_dict()))).decode()
+            verdict = Verdict.from_dict(self.state.propose(json.loads(text)))
+        self.fault = self.fault or self._fault_of(verdict)
+        self.state.move_to("faulted")
+
+    def _hear(self) -> None:
+        """Among the ranks of one process there is nobody to ask: who gives up leaves word in their store."""
+        key = self._overflow_key
+        if key is not None and self.state.verdict is None and self.members.store.check([key]):
+            self.state.propose(json.loads(bytes(self.members.store.get(key)).decode()))
+
+    @property
+    def _overflow_key(self) -> str | None:
+        return f"{self.opening.prefix}/overflow" if self.opening is not None and self.server is None else None
 
     def close(self) -> None:
         """Stop answering peers."""
@@ -141,7 +165,10 @@ class Session:
             raise fault
         raise fault from cause
 
-    def _explain(self, call: CallFacts, error: TransportFault, waited_s: float) -> PeerTimeout | ContractViolation:
+    def _explain(self, call: CallFacts, error: TransportFault, waited_s: float) -> CrossdockError:
+        self._hear()
+        if self.state.verdict is not None and self.state.verdict.get("overflow"):
+            return self._fault_of(Verdict.from_dict(self.state.verdict))  # who gave up has told everyone
         if error.blamed or not self.peers:
             verdict = Verdict(error.blamed, (), str(call), round(waited_s, 1))
             self.state.propose(verdict.as_dict())
@@ -152,7 +179,9 @@ class Session:
             verdict = diagnose(call, self.members.rank, self.peers, self.state, waited_s)
         return self._fault_of(verdict, f"transport: {error}")
 
-    def _fault_of(self, verdict: Verdict, *notes: str) -> PeerTimeout | ContractViolation:
+    def _fault_of(self, verdict: Verdict, *notes: str) -> CrossdockError:
+        if verdict.overflow:
+            return CapacityOverflow(verdict.overflow, verdict.ranks)
         if verdict.violation:
             return ContractViolation(verdict.violation, verdict.ranks)
         limit = f"timeout_s is {self.timeout_s:g}"

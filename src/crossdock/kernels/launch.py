@@ -1,33 +1,44 @@
-"""Wraps plain kernel functions for the device they run on.
+"""Wraps plain kernel functions for the device they run on, and launches them.
 
 Triton decides at decoration whether a function is compiled or interpreted. Kernels here are not decorated: for each
 device type the launcher makes one copy of the kernel whose helper functions are wrapped the same way.
 
 Kernels use the core of `triton.language` only: `tl.zeros`, `tl.sum`, `tl.cumsum` and their like are themselves
 decorated, hence compiled, and cannot run in the interpreter; `tl.full`, `tl.reduce` and `tl.associative_scan` can.
+
+Triton's own way from a call to the launch of a compiled kernel costs the host more than most kernels here cost the
+GPU. So its result is kept: the first call of a variant takes the *ordinary* path, later ones the *direct* path, to the
+compiled kernel's own launcher. A variant is all that Triton compiles for: constexprs and options, dtypes, whether
+pointers are multiples of 16 bytes, and what is known of integers (one? a multiple of 16? how wide?). Where Triton's
+inner parts are not those that are known here, or hooks want to see every launch, every call takes the ordinary path.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 _interpreting = threading.Lock()  # the interpreter keeps the place in the grid in a variable of its module
 
-
-@cache
-def wrapped(kernel: Callable[..., None], device_type: str, helpers: tuple[Callable[..., Any], ...] = ()) -> Any:
-    """`kernel` for "cuda" (compiled) or "cpu" (interpreted); `helpers` are the plain functions that it calls."""
-    names: dict[str, Any] = {}
-    for helper in helpers:
-        names[helper.__name__] = _wrap(_rebound(helper, names), device_type)
-    return _wrap(_rebound(kernel, names), device_type)
+# What the launchers of compiled kernels take before the kernel's own arguments: Triton 3.6, and 3.7 to 3.9. The first
+# takes under `args` what the second names.
+_GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_KNOWN_LAUNCHERS = {
+    (*_GRID, "args"),
+    (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+}
+_PLAIN = (bool, float, type(None))  # arguments of which Triton looks at nothing but the type
+# An integer is the constant 1; or a multiple of 16 or not, of 32 bits, of 64, of 64 without sign.
+_INT_FACT = (
+    "1 if {0} == 1 else ({0} & 15 == 0) + (2 if -0x80000000 <= {0} <= 0x7FFFFFFF else 4 if {0} < 1 << 63 else 6)"
+)
 
 
 def launch(
@@ -39,17 +50,187 @@ def launch(
     **options: Any,
 ) -> None:
     """Run `kernel` over `grid` on `device`; `options` are constexprs and compiler options such as `num_warps`."""
-    run = wrapped(kernel, device.type, helpers)[tuple(grid)]
     if device.type != "cuda":
         with _interpreting, numpy.errstate(all="ignore"):  # a device says nothing of overflows either
-            run(*args, **options)
+            wrapped(kernel, device.type, helpers)[tuple(grid)](*args, **options)
         return
-    options["enable_fp_fusion"] = False  # products and sums are rounded one after the other, as in plain torch
-    if device.index == torch.cuda.current_device():
-        run(*args, **options)
+    current = torch.cuda.current_device()
+    if device.index is None or device.index == current:
+        _variants(kernel, helpers).launch(grid, current, args, options)
         return
     with torch.cuda.device(device):
-        run(*args, **options)
+        _variants(kernel, helpers).launch(grid, device.index, args, options)
+
+
+def takes_direct_path(
+    kernel: Callable[..., None],
+    device: torch.device,
+    *args: Any,
+    helpers: tuple[Callable[..., Any], ...] = (),
+    **options: Any,
+) -> bool:
+    """Whether `launch` with the same arguments would take the direct path now."""
+    if device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _variants(kernel, helpers).is_ready(index, args, options)
+
+
+@cache
+def wrapped(kernel: Callable[..., None], device_type: str, helpers: tuple[Callable[..., Any], ...] = ()) -> Any:
+    """`kernel` for "cuda" (compiled) or "cpu" (interpreted); `helpers` are the plain functions that it calls."""
+    names: dict[str, Any] = {}
+    for helper in helpers:
+        names[helper.__name__] = _wrap(_rebound(helper, names), device_type)
+    return _wrap(_rebound(kernel, names), device_type)
+
+
+class _Variant(NamedTuple):
+    """A compiled kernel that is loaded on its device.
+
+    Attributes:
+        run: launches it, given grid, stream, and the arguments.
+        stream: gives a device's current stream, as the launcher takes it.
+        function: what has been loaded.
+        metadata: what the launcher wants to be told of it.
+        by_address: whether the launcher is given addresses instead of tensors.
+        constants: the constexprs, which close the list of arguments; the launcher leaves them out.
+    """
+
+    run: Callable[..., None]
+    stream: Callable[[int], int]
+    function: int
+    metadata: Any
+    by_address: bool
+    constants: tuple[Any, ...]
+
+
+class _Variants:
+    """What has been compiled of one kernel, by what it was compiled for."""
+
+    def __init__(self, kernel: Callable[..., None], helpers: tuple[Callable[..., Any], ...]):
+        from triton import knobs
+
+        self._ordinary = wrapped(kernel, "cuda", helpers)
+        self._runtime = knobs.runtime
+        self._ready: dict[Any, _Variant] = {}
+
+    def launch(self, grid: Sequence[int], index: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Launch on device `index`, which is the current one."""
+        key, addressed = self._look_at(index, args, options)
+        variant = self._ready.get(key)
+        if variant is None or self._is_watched():
+            # Products and sums are rounded one after the other, as in plain torch.
+            compiled = self._ordinary[tuple(grid)](*args, enable_fp_fusion=False, **options)
+            if variant is None and key is not None:
+                self._remember(key, compiled, args, options)
+            return
+        run, stream, function, metadata, by_address, constants = variant
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        passed = addressed if by_address else args
+        run(x, y, z, stream(index), function, metadata, None, None, None, *passed, *constants)  # no hooks
+
+    def is_ready(self, index: int, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether a launch would take the direct path."""
+        return self._look_at(index, args, options)[0] in self._ready and not self._is_watched()
+
+    def _look_at(self, index: int, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """What decides the variant that a call needs, None where that is not known; and the arguments as addresses.
+
+        Two calls with equal keys need the same variant. One that Triton compiles once may have several keys. (As to
+        Triton, a constexpr that is True is the same as one that is 1.)
+        """
+        kinds = tuple(map(type, args))
+        look = looks_at(kinds)
+        if look is None:
+            return None, ()
+        facts, addressed = look(args)
+        return (index, kinds, facts, tuple(options), tuple(options.values())), addressed
+
+    def _is_watched(self) -> bool:
+        """Whether hooks want to see the launches."""
+        return _is_set(self._runtime.launch_enter_hook) or _is_set(self._runtime.launch_exit_hook)
+
+    def _remember(self, key: Any, compiled: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        constants = _constants(self._ordinary, len(args), options)
+        if constants is None or not _is_known(compiled):
+            return
+        from triton.runtime import driver
+
+        self._ready[key] = _Variant(
+            run=compiled.run,
+            stream=driver.active.get_current_stream,
+            function=compiled.function,
+            metadata=compiled.packed_metadata,
+            # Of the host's memory the launcher asks the driver where the device finds it.
+            by_address=all(arg.is_cuda for arg in args if isinstance(arg, torch.Tensor)),
+            constants=constants,
+        )
+
+
+_variants = cache(_Variants)
+
+
+@cache
+def looks_at(kinds: tuple[type, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None:
+    """A function that looks at arguments of these types as Triton does; None where Triton looks at more.
+
+    It gives all that Triton compiles for, and the arguments with addresses in place of tensors. It is written out for
+    the types, since a loop over them would cost more than the launch: for a tensor and an integer it is
+
+        a0, a1, = args
+        p0 = a0.data_ptr()
+        return (a0.dtype, <what is known of a1>, (p0) & 15 and (p0 & 15 == 0,)), (p0, a1)
+    """
+    tensors = [place for place, kind in enumerate(kinds) if issubclass(kind, torch.Tensor)]
+    ints = [place for place, kind in enumerate(kinds) if kind is int]
+    if len(tensors) + len(ints) + sum(kind in _PLAIN for kind in kinds) < len(kinds):
+        return None
+    facts = [f"a{at}.dtype" for at in tensors] + [_INT_FACT.format(f"a{at}") for at in ints]
+    if tensors:  # nearly always all are aligned
+        bits, each = "|".join(f"p{at}" for at in tensors), ",".join(f"p{at} & 15 == 0" for at in tensors)
+        facts.append(f"({bits}) & 15 and ({each},)")
+    passed = [f"p{at}" if at in tensors else f"a{at}" for at in range(len(kinds))]
+    lines = [f"p{at} = a{at}.data_ptr()" for at in tensors]
+    lines.append(f"return ({_listed(facts)}), ({_listed(passed)})")
+    if kinds:
+        lines.insert(0, f"{_listed([f'a{at}' for at in range(len(kinds))])} = args")
+    names: dict[str, Any] = {}
+    exec("def look(args):\n " + "\n ".join(lines), names)
+    look: Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] = names["look"]
+    return look
+
+
+def _listed(items: list[str]) -> str:
+    return "".join(f"{item}, " for item in items)
+
+
+def _is_set(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))  # a chain of hooks may be empty
+
+
+def _constants(jit: Any, num_args: int, options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The constexprs, where they are all that follows the first `num_args` arguments; else None."""
+    if any(parameter.is_constexpr for parameter in jit.params[:num_args]):
+        return None
+    last = jit.params[num_args:]
+    if not all(parameter.is_constexpr for parameter in last):
+        return None
+    return tuple([options.get(parameter.name, parameter.default) for parameter in last])
+
+
+def _is_known(compiled: Any) -> bool:
+    """Whether `compiled` is launched in a way that is known here."""
+    if torch.version.hip is not None:  # there Triton also looks at how large a tensor is
+        return False
+    if not isinstance(getattr(compiled, "function", None), int) or not hasattr(compiled, "packed_metadata"):
+        return False
+    return launcher_is_known(type(compiled.run))
+
+
+def launcher_is_known(launcher: type) -> bool:
+    """Whether the class of a compiled kernel's launcher takes what the direct path passes."""
+    return tuple(inspect.signature(launcher.__call__).parameters) in _KNOWN_LAUNCHERS
 
 
 def _wrap(function: Callable[..., Any], device_type: str) -> Any:

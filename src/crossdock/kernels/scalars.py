@@ -2,120 +2,141 @@
 
 Two ranks, one slot a token. Rank 0 has `row_of_slot = [[[0]], [[1]]]` and values `[7, 9]`: it lays out 7 for rank 0's
 token and 9 for rank 1's. Rank 1, whose token has its expert on rank 0 (`home_of_slot = [[0]]`), fetches `[[9]]`; where
-`home_of_slot` is -1 it takes 0.
+`home_of_slot` is -1 it takes 0, and so it does where a slot was dropped.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .blocks import up_to
-from .header import write_header
 from .launch import launch
+from .publish import Opening
+from .pull import fill
+from .signal import CHUNKS, ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, READ, SCALARS, SIGNALLING, Board, launch_tell
+from .signal import launch_wait, varying
 
 _CUDA_BLOCK, _CPU_BLOCK = 1024, 1 << 15
+_MAX_PROGRAMS = 32
 
 
-def lay_out_scalars_kernel(
+class Slips(NamedTuple):
+    """Where scalars are laid out, and how they are found.
+
+    Attributes:
+        own: `[ep_size, max_tokens, K]` float32, shared: for every source rank's slots.
+        table: `[ep_size]` int64: addresses of all ranks' ones.
+        row_of_slot: `[ep_size, S, K]` int32: rows here.
+        home_of_slot: `[T, K]` int32: ranks of this rank's slots.
+    """
+
+    own: torch.Tensor
+    table: torch.Tensor
+    row_of_slot: torch.Tensor
+    home_of_slot: torch.Tensor
+
+
+def swap_scalars_kernel(
+    signals_ptr, table_ptr, state_ptr, desk_ptr,
     values_ptr,  # [R] float32
     row_of_slot_ptr,  # [EP, S, K] int32; below 0 is no row
-    words_ptr,  # [W] int64
-    scalars_ptr,  # [EP, max_tokens, K] float32, shared
-    headers_ptr,  # [2, W] int64, shared
-    state_ptr,  # [1 + num_buffers] int64
-    num_slots,  # S * K
-    max_slots,  # max_tokens * K
-    OPENING: tl.constexpr,  # whether this round carries a header
-    NUM_WORDS: tl.constexpr,
-    WORDS_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Lay out one block of one rank's slots (pattern publish)."""
-    if OPENING:  # noqa: SIM102  # known when compiling, the other when running
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            write_header(words_ptr, headers_ptr, state_ptr, NUM_WORDS, WORDS_BLOCK)
-    to_rank = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_slots
-    row = tl.load(row_of_slot_ptr + to_rank * num_slots + slot, mask=inside, other=-1).to(tl.int64)
-    value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
-    tl.store(scalars_ptr + to_rank * max_slots + slot, value, mask=inside & (row != -1))
-
-
-def fetch_scalars_kernel(
-    scalars_table_ptr,  # [EP] int64: addresses of float32 [EP, max_tokens, K]
-    home_of_slot_ptr,  # [T, K] int32
+    slips_ptr,  # [EP, max_tokens, K] float32, shared
+    slips_table_ptr,  # [EP] int64: addresses of float32 [EP, max_tokens, K]
+    home_ptr,  # [T, K] int32
     out_ptr,  # [T, K] float32
-    num_slots,  # T * K
-    max_slots,  # max_tokens * K
     rank,
+    digest,
+    call,  # `varying`: its number
+    there,  # `varying`: S * K
+    here,  # `varying`: T * K
+    max_slots,  # max_tokens * K
+    GIVES: tl.constexpr,
+    TAKES: tl.constexpr,
+    FUSED: tl.constexpr,  # whether this kernel waits and tells
+    NUM_CHUNKS: tl.constexpr,
+    EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """Fetch one block of slots, each from the rank of its expert (pattern acquire)."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = slot < num_slots
-    home = tl.load(home_of_slot_ptr + slot, mask=inside, other=-1)
-    scalars_ptr = tl.load(scalars_table_ptr + home, mask=home >= 0, other=0).to(tl.pointer_type(tl.float32))
-    value = tl.load(scalars_ptr + (tl.full((), 0, tl.int64) + rank) * max_slots + slot, mask=home >= 0, other=0.0)
-    tl.store(out_ptr + slot, value, mask=inside)
+    POLLS: tl.constexpr,
+    POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Lay out slots, tell, wait, fetch slots (patterns free, publish, acquire)."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    number = tl.load(state_ptr)
+    if FUSED:
+        number += 1  # the last program of this launch counts it
+    num_there, num_here = (there - 3) // 2, (here - 3) // 2
+    if GIVES:
+        if first == 0:
+            begin_call(state_ptr, desk_ptr, call, FUSED)
+        if FUSED:
+            free = tl.load(state_ptr + 3)
+            wait_for(
+                signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK
+            )
+        num_blocks = (num_there + BLOCK - 1) // BLOCK
+        for block in range(first, EP_SIZE * num_blocks, step):
+            to_rank = wide(block // num_blocks)
+            slot = wide(block % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+            inside = slot < num_there
+            row = tl.load(row_of_slot_ptr + to_rank * num_there + slot, mask=inside, other=-1).to(tl.int64)
+            value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
+            tl.store(slips_ptr + to_rank * max_slots + slot, value, mask=inside & (row != -1))
+        if FUSED:
+            if is_last(state_ptr, 9, step):
+                word = 6 + number % 2 * NUM_CHUNKS
+                tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+    if TAKES:
+        if FUSED:
+            word = 6 + number % 2 * NUM_CHUNKS
+            wait_for(
+                signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True, EP_SIZE, EP_BLOCK
+            )
+        for block in range(first, (num_here + BLOCK - 1) // BLOCK, step):
+            slot = wide(block) * BLOCK + tl.arange(0, BLOCK)
+            home = tl.load(home_ptr + slot, mask=slot < num_here, other=-1)
+            slips = tl.load(slips_table_ptr + home, mask=home >= 0, other=0).to(tl.pointer_type(tl.float32))
+            at = wide(rank) * max_slots + slot
+            tl.store(out_ptr + slot, tl.load(slips + at, mask=home >= 0, other=0.0), mask=slot < num_here)
+        if FUSED:
+            if is_last(state_ptr, 8, step):
+                if tl.load(state_ptr + 4) != 0:
+                    fill(out_ptr, float("nan"), 0, num_here, BLOCK)
+                tl.store(state_ptr, number)
+                tl.store(state_ptr + 3, number)
+                tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
+                count_wait(state_ptr, desk_ptr, 6)
 
 
-def launch_lay_out_scalars(
-    values: torch.Tensor,
-    row_of_slot: torch.Tensor,
-    scalars: torch.Tensor,
-    header: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> None:
-    """Fill `scalars [ep_size, max_tokens, K]` with `values [R]` float32 by slot; `header` as in `launch_pre_add`."""
-    ep_size, num_places, top_k = row_of_slot.shape
-    words, headers, state = (row_of_slot,) * 3 if header is None else header
-    num_words = 1 if header is None else words.shape[0]
-    block = _block(values.device, num_places * top_k)
-    launch(
-        lay_out_scalars_kernel,
-        (max(1, triton.cdiv(num_places * top_k, block)), ep_size),
-        values.device,
-        values.contiguous(),
-        row_of_slot,
-        words,
-        scalars,
-        headers,
-        state,
-        num_places * top_k,
-        scalars.shape[1] * top_k,
-        OPENING=header is not None,
-        NUM_WORDS=num_words,
-        WORDS_BLOCK=triton.next_power_of_2(num_words),
-        BLOCK=block,
-        num_warps=4,
-        helpers=(write_header,),
-    )
+def launch_swap_scalars(board: Board, opening: Opening, slips: Slips, values: torch.Tensor) -> torch.Tensor:
+    """Bring `values [R]` float32 home: `[T, K]`, 0 where a slot has no expert."""
+    (ep_size, bound, top_k), values = slips.row_of_slot.shape, values.contiguous()
+    out = torch.empty(slips.home_of_slot.shape, dtype=torch.float32, device=board.device)
+    most = max(bound, out.shape[0]) * top_k
+    block = _CUDA_BLOCK if board.fused else up_to(_CPU_BLOCK, most)
 
-
-def launch_fetch_scalars(
-    scalars_table: torch.Tensor, home_of_slot: torch.Tensor, rank: int, max_tokens: int
-) -> torch.Tensor:
-    """`[T, K]` float32: what the ranks have laid out for this one's slots, 0 where a slot has no expert."""
-    out = torch.empty(home_of_slot.shape, dtype=torch.float32, device=home_of_slot.device)
-    if out.numel():
-        block = _block(out.device, out.numel())
+    def run(*, gives: bool, takes: bool) -> None:
+        programs = min(_MAX_PROGRAMS, max(1, ep_size * triton.cdiv(most, block))) if board.fused else 1
         launch(
-            fetch_scalars_kernel,
-            (triton.cdiv(out.numel(), block),),
-            out.device,
-            scalars_table,
-            home_of_slot,
-            out,
-            out.numel(),
-            max_tokens * home_of_slot.shape[1],
-            rank,
-            BLOCK=block,
-            num_warps=4,
-        )
+            swap_scalars_kernel, (programs,), board.device, *board.tensors,
+            values, slips.row_of_slot, slips.own, slips.table, slips.home_of_slot, out,
+            board.rank, opening.digest, varying(opening.number), varying(bound * top_k), varying(out.numel()), slips.own.shape[1] * top_k,
+            GIVES=gives, TAKES=takes, FUSED=board.fused, NUM_CHUNKS=NUM_CHUNKS, BLOCK=block,
+            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
+            num_warps=4, helpers=(*SIGNALLING, fill), **board.constants,
+        )  # fmt: skip
+
+    if board.fused:
+        run(gives=True, takes=True)
+        return out
+    launch_wait(board, READ, opening.digest, buffer=SCALARS)
+    run(gives=True, takes=False)
+    launch_tell(board, CHUNKS, opening.digest, buffer=SCALARS, begins=True)
+    launch_wait(board, CHUNKS, opening.digest)
+    run(gives=False, takes=True)
+    launch_tell(board, READ, opening.digest)
     return out
-
-
-def _block(device: torch.device, num_slots: int) -> int:
-    return _CUDA_BLOCK if device.type == "cuda" else up_to(_CPU_BLOCK, num_slots)

@@ -1,36 +1,48 @@
 """Signals between ranks, and the memory-order patterns that every kernel over shared memory relies on.
 
-Each rank has `signals [3, ep_size]` int64 in shared memory; word `[kind, q]` is written by rank q alone and only grows:
-`PUBLISHED`, the last round whose data rank q has laid out; `READ`, the last round of which rank q has read all it
-wants; `DEPARTED`, 1 once rank q has closed. Because they only grow, nothing is ever reset. Rounds are counted on the
-device, in `state [1 + num_buffers]` int64 of ordinary memory: the number of the last round, then for every buffer the
-last round in which it was written.
+Each rank has `signals [NUM_WORDS, ep_size]` int64 in shared memory; word `[kind, q]` is written by rank q alone:
+
+* `TOKENS + parity`: what rank q brings to a dispatch: `T + bad ids * 2^32`.
+* `ROUTED + parity`: its ids and scores of a dispatch are laid out here.
+* `CHUNKS + parity * NUM_CHUNKS + c`: chunk c of what it lays out in a round is there.
+* `READ`: it has read all it wants of a round.
+* `DEPARTED`: 1 once it has closed or given up.
+
+All but the first and the last hold `round * 2^31 + digest`, the digest being that of the call as its rank understands
+it: whoever waits compares it with its own, and needs no message for that. Rounds only grow, so nothing is ever reset.
+A digest is an odd number of 31 bits above 1 (see `digest_of`).
+Words that open or fill a round stand twice, by the round's parity: a rank may lay out the round behind the one that a
+slow peer still waits for, and never the next. Rounds are counted in `state` int64 of ordinary memory (see `ROUND` and
+below), so a replayed graph counts like an eager call.
 
 The patterns, by name:
 
-* **publish**: a kernel writes shared memory with plain stores; a later launch of the same stream (`send_kernel`)
-  writes `PUBLISHED` at every peer with a release of system scope. A launch comes after all that the launch before it
-  wrote, and the release passes that on to whoever acquires the word.
-* **acquire**: `wait_kernel`, a launch of its own with one program, reads the word with an acquire of system scope until
-  it is there. Launches behind it may read what was published with plain loads; they start with empty first-level
-  caches.
-* **free**: a rank sends `READ` by the same release, after the launches that read. Whoever acquires it may write the
-  buffer again.
+* **publish**: programs write shared memory with plain stores; each then adds to a counter with acquire and release
+  of device scope; the last one writes the words of all peers with a release of system scope. What the others wrote
+  is passed on by both. On a CPU a launch of its own (`tell_kernel`) writes the words.
+* **acquire**: a program polls the word with relaxed atomics; when it is there, it reads it once more with an acquire
+  of system scope, and a barrier passes that on to all of its threads, which may then use plain loads.
+* **free**: the same as publish, for `READ`, after the loads. Whoever acquires it may write the buffer again.
 * **last words**: a rank that leaves writes `DEPARTED` after everything else. A waiting rank looks at `DEPARTED` first
-  and at the awaited word afterwards: if a word is missing then, it will never come.
+  and at the awaited word afterwards, both with an acquire: if a word is missing then, it will never come.
+* **grid**: programs of one launch meet like publish and acquire with device scope; the launch must fit the device.
 
-A wait has no clock. It also looks at an abort word, which a watch on the host sets (see `memory/watch.py`); it counts
-up `status[0]` when it has ended, and writes to `status[1]` and to `given_up` when it ended without what it waited for.
+A wait has no clock. It also looks at an abort word in `state`, which a watch on the host has written (see
+`memory/watch.py`). The host sees in `desk`, which the device only writes, how many waits have begun and ended, in which
+call, and with which code one was given up. After that nothing waits any more, and nothing is told to peers.
 
-In the interpreter programs run one after the other, so a kernel that waits has one program, and the host asks again and
-again (`max_polls`) so that it can sleep in between. Two ranks, both published round 4, the wait is for 4: signals
-`[[4, 4], ...]` end it with code `ARRIVED`; `[[4, 3], ...]` leave it waiting; with `DEPARTED` of rank 1 it ends with
-`LEFT`.
+In the interpreter programs run one after the other, so waits are launches of their own, of one program, and the host
+asks again and again (`max_polls`). Two ranks, both published round 4 of a call with digest 9, the wait is for round 4:
+words `[4 * 2^31 + 9, 4 * 2^31 + 9]` end it with `ARRIVED`; `[4 * 2^31 + 9, 3 * 2^31 + 9]` leave it waiting; with
+`DEPARTED` of rank 1 it ends with `LEFT`; `[4 * 2^31 + 9, 4 * 2^31 + 8]` end it with `DIFFERS`.
 """
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,36 +51,45 @@ import triton.language as tl
 
 from .launch import launch
 
-PUBLISHED, READ, DEPARTED = 0, 1, 2
-NUM_KINDS = 3
-WAITING, ARRIVED, ABORTED, LEFT = 0, 1, 2, 3
-ROUND = 0  # the place of the last round's number in `state`
+NUM_CHUNKS = 8
+TOKENS, ROUTED, READ, DEPARTED, CHUNKS = 0, 2, 4, 5, 6
+NUM_WORDS = CHUNKS + 2 * NUM_CHUNKS
+ROUND_SHIFT = 31  # a digest has so many bits
+
+# Places in `state`: the last round; for every buffer the last round in which it was laid out; then the rest.
+ROUND, ROWS, PARTIALS, SCALARS = 0, 1, 2, 3
+GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
+ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
+# of a launch (8) and of its part (9); then those of programs that meet
+NUM_STATE = ARRIVALS + NUM_CHUNKS + 8
+
+# Places in `desk`, pinned memory of the host.
+DESK_BEGUN, DESK_ENDED, DESK_CODE, DESK_CALL = 1, 2, 3, 4
+NUM_DESK = 8
+
+WAITING, ARRIVED, ABORTED, LEFT, DIFFERS = 0, 1, 2, 3, 4
 
 _CPU_POLLS = 2
 _CPU_SLEEPS_S = (0.0, 0.0005, 0.001, 0.002, 0.005)  # between looks: soon, then seldom, since ranks share the cores
-_POLLS_PER_LOOK = 128  # of the abort word, which on a GPU lies behind the host's bus
-_ENDLESS = 1 << 62
+POLLS_PER_LOOK = 256  # at who has departed
+ENDLESS = 1 << 30
 
 
 class Board(NamedTuple):
     """One rank's signals, and how it reaches its peers'.
 
     Attributes:
-        signals: `[3, ep_size]` int64, shared: what peers have told this rank.
+        signals: `[NUM_WORDS, ep_size]` int64, shared: what peers have told this rank.
         table: `[ep_size]` int64: addresses of all ranks' signals.
-        state: `[1 + num_buffers]` int64: see the module.
-        abort: `[1]` int64 that the host can write while a kernel runs.
-        status: `[2]` int64 that the host can read while a kernel runs: waits ended, and the code of one given up.
-        given_up: `[1]` int64 on the device: set once a wait was given up.
+        state: `[NUM_STATE]` int64 on the device.
+        desk: `[NUM_DESK]` int64 that the device writes and the host sees while a kernel runs.
         rank: this one.
     """
 
     signals: torch.Tensor
     table: torch.Tensor
     state: torch.Tensor
-    abort: torch.Tensor
-    status: torch.Tensor
-    given_up: torch.Tensor
+    desk: torch.Tensor
     rank: int
 
     @property
@@ -81,111 +102,256 @@ class Board(NamedTuple):
         """Where the kernels run."""
         return self.state.device
 
+    @property
+    def fused(self) -> bool:
+        """Whether kernels wait and tell by themselves; in the interpreter launches of their own do."""
+        return self.device.type == "cuda"
 
-def send_kernel(
-    table_ptr,  # [EP] int64: addresses of int64 [3, EP]
-    state_ptr,  # [1 + num_buffers] int64
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What every kernel that waits or tells takes first."""
+        return self.signals, self.table, self.state, self.desk
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constexprs of every kernel that waits or tells."""
+        return {"EP_SIZE": self.ep_size, "EP_BLOCK": max(2, triton.next_power_of_2(self.ep_size))}
+
+
+# -- for kernels to call ----------------------------------------------------------------------------------------------
+
+
+def wide(number):
+    """`number` as int64, whatever it is."""
+    return tl.full((), 0, tl.int64) + number
+
+
+def wait_for(
+    signals_ptr, state_ptr, desk_ptr, word, target, digest, max_polls, polls_per_look,
+    COMPARES: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Wait until every rank has told `word` of round `target` (pattern acquire); returns how it ended."""
+    # One lane a rank, and two more: whether a wait was given up, and whether the host wants it. All by atomics, whose
+    # result is one for all warps of a program; what they load by themselves may differ, and their ways would part.
+    lane = tl.arange(0, 2 * EP_BLOCK)
+    inside = lane < EP_SIZE
+    at = signals_ptr + tl.where(inside, word * EP_SIZE + lane, 0)
+    at = tl.where(lane == EP_SIZE, state_ptr + 4, tl.where(lane == EP_SIZE + 1, state_ptr + 10, at))
+    departed_at = signals_ptr + tl.where(inside, 5 * EP_SIZE + lane, 0)
+    nothing = tl.full((2 * EP_BLOCK,), 0, tl.int64)
+    polls = tl.full((), 0, tl.int32)
+    code = tl.full((), 0, tl.int32)
+    given_up = tl.full((), 0, tl.int32)
+    while (code == 0) & (polls < max_polls):
+        told = tl.atomic_add(at, nothing, mask=lane < EP_SIZE + 2, sem="relaxed", scope="sys")
+        late = (inside & ((told >> 31) < target)).to(tl.int32)
+        missing = tl.reduce(late, 0, tl.standard._sum_combine)
+        given_up = tl.reduce(tl.where(lane == EP_SIZE, told, 0).to(tl.int32), 0, tl.standard._sum_combine)
+        aborted = tl.reduce(tl.where(lane == EP_SIZE + 1, told, 0).to(tl.int32), 0, tl.standard._sum_combine)
+        code = tl.where(given_up != 0, given_up, tl.where(missing == 0, 1, tl.where(aborted != 0, 2, 0)))
+        look = (code == 0) & (polls % polls_per_look == polls_per_look - 1)
+        # Pattern last words: DEPARTED before what is awaited.
+        departed = tl.atomic_add(departed_at, nothing, mask=inside & look, sem="acquire", scope="sys")
+        # Once it is there, with an acquire: what has been told of may be read now.
+        again = inside & (look | (code == 1))
+        told = tl.atomic_add(at, nothing, mask=again, sem="acquire", scope="sys")
+        gone = again & ((told >> 31) < target) & (departed != 0)
+        left = tl.reduce(gone.to(tl.int32), 0, tl.standard._sum_combine)
+        other_call = again & ((told >> 31) == target) & ((told & 0x7FFFFFFF) != digest)
+        differs = tl.reduce(other_call.to(tl.int32), 0, tl.standard._sum_combine)
+        if COMPARES:
+            code = tl.where((code == 1) & (differs > 0), 4, code)
+        code = tl.where(look & (left > 0), 3, code)
+        polls += 1
+    if (code > 1) & (given_up == 0):
+        tl.store(desk_ptr + 3, code.to(tl.int64))
+        tl.store(state_ptr + 9, target)
+        tl.store(state_ptr + 4, code.to(tl.int64))
+    tl.debug_barrier()
+    return code
+
+
+def count_wait(state_ptr, desk_ptr, place: tl.constexpr):
+    """Count a wait that begins (place 5) or has ended (6), for the host to see; called by one program."""
+    number = tl.load(state_ptr + place) + 1
+    tl.store(state_ptr + place, number)
+    tl.store(desk_ptr + (place - 4), number)
+
+
+def begin_call(state_ptr, desk_ptr, call, FUSED: tl.constexpr):
+    """Let the host see which call begins to wait; by one program."""
+    tl.store(desk_ptr + 4, wide((call - 3) // 2))
+    if FUSED:
+        count_wait(state_ptr, desk_ptr, 5)
+
+
+def tell(table_ptr, state_ptr, word, rank, value, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr):
+    """Write a word of all ranks (pattern publish); called by one program, behind a barrier."""
+    peer = tl.arange(0, EP_BLOCK)
+    heard = (peer < EP_SIZE) & (tl.load(state_ptr + 4, volatile=True) == 0)
+    words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(
+        words + word * EP_SIZE + rank, tl.full((EP_BLOCK,), 0, tl.int64) + value, mask=heard, sem="release", scope="sys"
+    )
+
+
+def is_last(state_ptr, counter, total):
+    """Whether all `total` programs have come to this counter (pattern publish); starts it again for the next launch."""
+    tl.debug_barrier()
+    before = tl.atomic_add(state_ptr + 16 + counter, 1, sem="acq_rel", scope="gpu")
+    last = before == total - 1
+    if last:
+        tl.store(state_ptr + 16 + counter, 0)
+    tl.debug_barrier()
+    return last
+
+
+def tell_routed(table_ptr, state_ptr, number, rank, digest, num_tokens, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr):
+    """Tell every rank that ids and scores of round `number` are laid out, and how many tokens they are."""
+    peer = tl.arange(0, EP_BLOCK)
+    tokens = wide(num_tokens) + tl.load(state_ptr + 7) * 4294967296
+    words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
+    value = tl.full((EP_BLOCK,), 0, tl.int64) + tokens
+    tl.store(words + (number % 2) * EP_SIZE + rank, value, mask=peer < EP_SIZE)
+    tl.store(state_ptr + 7, 0)
+    tl.debug_barrier()
+    tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+
+
+def meet(state_ptr, counter, total):
+    """Wait until all `total` programs of this launch have come here (pattern grid); one of them resets it afterwards."""
+    tl.debug_barrier()
+    come = tl.atomic_add(state_ptr + 26 + counter, 1, sem="acq_rel", scope="gpu") + 1
+    while come < total:
+        come = tl.load(state_ptr + 26 + counter, volatile=True)
+    tl.atomic_add(state_ptr + 26 + counter, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+SIGNALLING = (wide, wait_for, count_wait, begin_call, tell, is_last, tell_routed)
+
+
+# -- launches of their own, for the interpreter ------------------------------------------------------------------------
+
+
+def tell_kernel(
+    signals_ptr, table_ptr, state_ptr, desk_ptr,
     rank,
-    KIND: tl.constexpr,
-    WORD: tl.constexpr,  # place of the buffer in `state`; used where a new round begins
+    digest,
+    tokens,  # `varying`
+    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
+    BUFFER: tl.constexpr,  # for CHUNKS: place in `state` of the buffer that has been laid out
+    BEGINS: tl.constexpr,  # for CHUNKS: whether they begin a round
+    NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
-):
-    """Tell every rank: a new round is published (pattern publish), or the last one read (pattern free)."""
+):  # fmt: skip
+    """Tell every rank what a launch before this one has laid out or read."""
     number = tl.load(state_ptr)
-    if KIND == 0:
+    if (WORD == 2) | BEGINS:
         number += 1
         tl.store(state_ptr, number)
-        tl.store(state_ptr + WORD, number)
-    peer = tl.arange(0, EP_BLOCK)
-    words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
-    value = tl.full((EP_BLOCK,), 0, tl.int64) + number
-    tl.atomic_xchg(words + KIND * EP_SIZE + rank, value, mask=peer < EP_SIZE, sem="release", scope="sys")
+    if WORD == 2:
+        tl.store(state_ptr + 1, number)
+        tell_routed(table_ptr, state_ptr, number, rank, digest, (tokens - 3) // 2, EP_SIZE, EP_BLOCK)
+    elif WORD == 4:
+        tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
+    else:
+        tl.store(state_ptr + BUFFER, number)
+        for chunk in range(NUM_CHUNKS):
+            word = 6 + number % 2 * NUM_CHUNKS + chunk
+            tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
 
 
 def wait_kernel(
-    signals_ptr,  # [3, EP] int64, this rank's
-    state_ptr,  # [1 + num_buffers] int64
-    abort_ptr,  # [1] int64
-    status_ptr,  # [2] int64
-    given_up_ptr,  # [1] int64
+    signals_ptr, table_ptr, state_ptr, desk_ptr,
+    digest,
     max_polls,
-    KIND: tl.constexpr,
-    WORD: tl.constexpr,  # place in `state` of the round that is waited for
+    polls_per_look,
+    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS (of which the last chunk is told last)
+    BUFFER: tl.constexpr,  # for READ: place in `state` of the buffer that shall be free
+    COUNTS: tl.constexpr,  # whether its beginning is counted here
+    NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
-    POLLS_PER_LOOK: tl.constexpr,
-):
-    """Wait until every rank has told this one of a round (pattern acquire), or until that is hopeless."""
-    peer = tl.arange(0, EP_BLOCK)
-    inside = peer < EP_SIZE
-    nothing = tl.full((EP_BLOCK,), 0, tl.int64)
-    target = tl.load(state_ptr + WORD)
-    polls = tl.full((), 0, tl.int64)
-    code = tl.full((), 0, tl.int32)
-    while (code == 0) & (polls < max_polls):
-        # Pattern last words: DEPARTED before what is awaited.
-        departed = tl.atomic_add(signals_ptr + 2 * EP_SIZE + peer, nothing, mask=inside, sem="acquire", scope="sys")
-        told = tl.atomic_add(signals_ptr + KIND * EP_SIZE + peer, nothing, mask=inside, sem="acquire", scope="sys")
-        missing = inside & (told < target)
-        num_missing = tl.reduce(missing.to(tl.int32), 0, tl.standard._sum_combine)
-        num_left = tl.reduce((missing & (departed != 0)).to(tl.int32), 0, tl.standard._sum_combine)
-        look = polls % POLLS_PER_LOOK == POLLS_PER_LOOK - 1
-        aborted = tl.load(abort_ptr, mask=look, other=0, volatile=True) != 0
-        code = tl.where(num_missing == 0, 1, tl.where(num_left > 0, 3, tl.where(aborted, 2, 0)))
-        polls += 1
-    if code > 1:
-        tl.store(status_ptr + 1, code.to(tl.int64))
-        tl.store(given_up_ptr, code.to(tl.int64))
+):  # fmt: skip
+    """Wait for one word of every rank; counted."""
+    number = tl.load(state_ptr)
+    if COUNTS:
+        count_wait(state_ptr, desk_ptr, 5)
+    if WORD == 4:
+        target = tl.load(state_ptr + BUFFER)
+        code = wait_for(
+            signals_ptr, state_ptr, desk_ptr, 4, target, digest, max_polls, polls_per_look, False, EP_SIZE, EP_BLOCK
+        )
+    else:
+        word = tl.where(WORD == 2, 2 + number % 2, 6 + number % 2 * NUM_CHUNKS + NUM_CHUNKS - 1)
+        code = wait_for(
+            signals_ptr, state_ptr, desk_ptr, word, number, digest, max_polls, polls_per_look, True, EP_SIZE, EP_BLOCK
+        )
     if code > 0:
-        tl.store(status_ptr, tl.load(status_ptr) + 1)
+        count_wait(state_ptr, desk_ptr, 6)
 
 
-def launch_send(board: Board, kind: int, word: int = ROUND) -> None:
-    """Tell all ranks that a round is `PUBLISHED` (a new one, written to the buffer of `state[word]`) or `READ`."""
+class GivenUp(Exception):
+    """A wait ended without what it waited for, with this code; on a CPU, where the host waits."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def varying(number: int) -> int:
+    """A number that is another one in every call, as kernels take it: odd and above 1, so that one variant serves all.
+
+    >>> varying(0), varying(16), (varying(16) - 3) // 2
+    (3, 35, 16)
+    """
+    return 2 * number + 3
+
+
+def digest_of(words: Sequence[int]) -> int:
+    """A call's words as an odd number of 31 bits above 1, the same on every rank that understands the call alike."""
+    packed = struct.pack(f"<{len(words)}q", *words)
+    return zlib.crc32(packed) & 0x3FFFFFFE | 0x40000001
+
+
+def launch_tell(
+    board: Board, word: int, digest: int, *, buffer: int = 0, begins: bool = False, num_tokens: int = 0
+) -> None:
+    """Tell all ranks: routing is laid out (`ROUTED`), a buffer is (`CHUNKS`), or the round has been read (`READ`)."""
     launch(
-        send_kernel,
-        (1,),
-        board.device,
-        board.table,
-        board.state,
-        board.rank,
-        KIND=kind,
-        WORD=word,
-        EP_SIZE=board.ep_size,
-        EP_BLOCK=triton.next_power_of_2(board.ep_size),
-        num_warps=1,
-    )
+        tell_kernel, (1,), board.device, *board.tensors, board.rank, digest, varying(num_tokens),
+        WORD=word, BUFFER=buffer, BEGINS=begins, NUM_CHUNKS=NUM_CHUNKS,
+        num_warps=1, helpers=SIGNALLING, **board.constants,
+    )  # fmt: skip
 
 
-def launch_wait(board: Board, kind: int, word: int) -> None:
-    """Wait until all ranks have told `kind` of round `state[word]`; on a CPU returns when the wait has ended."""
-    if board.device.type == "cuda":
-        _launch_wait(board, kind, word, _ENDLESS, _POLLS_PER_LOOK)
+def launch_wait(board: Board, word: int, digest: int, *, buffer: int = 0) -> None:
+    """Wait until all ranks have told `ROUTED` or `CHUNKS` of this round, or `READ` of a buffer's last one.
+
+    On a GPU in stream order; on a CPU it returns when the wait has ended.
+
+    Raises:
+        GivenUp: on a CPU, it ended without that.
+    """
+    if board.fused:
+        _launch_wait(board, word, digest, buffer, ENDLESS, POLLS_PER_LOOK)
         return
-    before, looks = int(board.status[0]), 0
-    while int(board.status[0]) == before:
+    board.desk[DESK_BEGUN] += 1
+    before, looks = int(board.desk[DESK_ENDED]), 0
+    while int(board.desk[DESK_ENDED]) == before:
         if looks:
             time.sleep(_CPU_SLEEPS_S[min(looks // 4, len(_CPU_SLEEPS_S) - 1)])
         looks += 1
-        _launch_wait(board, kind, word, _CPU_POLLS, 1)
+        _launch_wait(board, word, digest, buffer, _CPU_POLLS, 1)
+    if int(board.desk[DESK_CODE]):
+        raise GivenUp(int(board.desk[DESK_CODE]))
 
 
-def _launch_wait(board: Board, kind: int, word: int, max_polls: int, polls_per_look: int) -> None:
+def _launch_wait(board: Board, word: int, digest: int, buffer: int, max_polls: int, polls_per_look: int) -> None:
     launch(
-        wait_kernel,
-        (1,),
-        board.device,
-        board.signals,
-        board.state,
-        board.abort,
-        board.status,
-        board.given_up,
-        max_polls,
-        KIND=kind,
-        WORD=word,
-        EP_SIZE=board.ep_size,
-        EP_BLOCK=triton.next_power_of_2(board.ep_size),
-        POLLS_PER_LOOK=polls_per_look,
-        num_warps=1,
-    )
+        wait_kernel, (1,), board.device, *board.tensors, digest, max_polls, polls_per_look,
+        WORD=word, BUFFER=buffer, COUNTS=board.fused, NUM_CHUNKS=NUM_CHUNKS,
+        num_warps=1, helpers=SIGNALLING, **board.constants,
+    )  # fmt: skip

@@ -1,12 +1,14 @@
 """Blocks in the memory of GPUs that reach each other: `torch.distributed._symmetric_memory`, without multicast.
 
-The ranks meet through a store of their own under a name of their own, as that module's documentation offers for custom
-groups; no process group takes part. Not yet run on devices.
+The module meets through a process group that it looks up by name. Ours is one without any backend: rank, size and a
+store of this opening alone, known by a name of this opening alone, and only while the ranks meet.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,13 +34,11 @@ class DeviceBlock(Block):
 
         facts = meeting.share("blocks", {"place": identity(), "name": socket.gethostname()})
         refuse_other_hosts([(fact["place"], fact["name"]) for fact in facts], backend)
-        assert meeting.store is not None  # a group of one has a private block
-        store = dist.PrefixStore("rendezvous", meeting.store)
-        _SymmetricMemory.set_group_info(name, meeting.rank, meeting.size, store)
         failure = ""
         try:
             self._own: torch.Tensor | None = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._handle: Any = _SymmetricMemory.rendezvous(self._own, name)
+            with _known_as(name, meeting):
+                self._handle: Any = _SymmetricMemory.rendezvous(self._own, name)
             self._own.zero_()
             torch.cuda.synchronize(device)
         except RuntimeError as error:
@@ -58,3 +58,20 @@ class DeviceBlock(Block):
     def close(self) -> None:
         """See `Block`."""
         self._handle = self._own = None
+
+
+@contextmanager
+def _known_as(name: str, meeting: Meeting) -> Iterator[None]:
+    """Let torch find the ranks of a meeting under `name`."""
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
+
+    assert meeting.store is not None  # a group of one has a private block
+    store = dist.PrefixStore("rendezvous", meeting.store)
+    group = dist.ProcessGroup(store, meeting.rank, meeting.size)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    _SymmetricMemory.set_group_info(name, meeting.rank, meeting.size, store)
+    try:
+        yield
+    finally:
+        _unregister_process_group(name)

@@ -82,7 +82,10 @@ def check_rows(trial: Trial) -> None:
     got, want = trial.outcome, trial.expected.outcome
     assert_bit_equal(got.tokens_per_expert, want.tokens_per_expert, "tokens_per_expert")
     assert_bit_equal(got.expert_offsets, want.expert_offsets, "expert_offsets")
-    end = _num_rows(want)
+    end, planned = _num_rows(want), trial.problem.num_rows
+    assert got.rows.shape[0] == (end if planned is None else planned), (
+        f"rows has {got.rows.shape[0]} rows, expected {end if planned is None else planned}"
+    )
     assert_bit_equal(got.row_valid[:end], want.row_valid, "row_valid")
     assert not bool(got.row_valid[end:].any()), "row_valid is True behind the last offset"
     assert_bit_equal(*_in_order(trial, got.rows[:end], want.rows), "rows")
@@ -114,8 +117,8 @@ def check_gradients(trial: Trial) -> None:
     for name, weight, weight_wanted in zip(("gate", "up", "down"), got.grad_weights, want.grad_weights, strict=False):
         assert_bit_equal(weight, weight_wanted, f"gradient of the experts' {name} weight")
     _check_score_gradients(trial)
-    absent = got.grad_scores[(trial.problem.topk_expert_ids[trial.rank] < 0).to(got.grad_scores.device)]
-    assert_bit_equal(absent, torch.zeros_like(absent), "gradient of the scores of slots without an expert")
+    absent = got.grad_scores[trial.expected.without_row.to(got.grad_scores.device)]
+    assert_bit_equal(absent, torch.zeros_like(absent), "gradient of the scores of slots without a row")
 
 
 def check_inputs_unchanged(trial: Trial) -> None:

@@ -76,7 +76,7 @@ def conformance_cells(ep_size: int, *, full: bool = False) -> list[Cell]:
 
 def run_cell(seat: Seat, cell: Cell, traits: BackendTraits) -> list[CellResult]:
     """Run one cell on this rank: one result for each of its check groups. Collective over the seat's world."""
-    missing = missing_trait(cell, traits)
+    missing = missing_trait(cell, traits, seat.device.type)
     if missing is not None:
         return [_result(group, cell, seat, "skipped", missing) for group in cell.groups]
     if isinstance(cell.what, Workload):
@@ -101,11 +101,16 @@ def traits_of(backend: str | Backend) -> BackendTraits:
     return traits[backend]
 
 
-def missing_trait(cell: Cell, traits: BackendTraits) -> str | None:
-    """Which trait keeps a backend from running a cell, with its value; None if none does."""
+def missing_trait(cell: Cell, traits: BackendTraits, device_type: str = "cpu") -> str | None:
+    """Which trait keeps a backend from running a cell on a device, with its value; None if none does."""
     if isinstance(cell.what, Scenario):
         wanting = [
             f"{name}: it needs {value!r}" for name, value in cell.what.needs if value not in _values(traits, name)
+        ]
+        wanting += [
+            f"sync_free_devices: it needs {device_type!r} for row_capacity {value}"
+            for name, value in cell.what.needs
+            if name == "row_capacities" and not traits.offers(value, device_type)
         ]
         return wanting[0] if wanting else None
     workload, problem = cell.what, cell.what.problem()
@@ -113,6 +118,12 @@ def missing_trait(cell: Cell, traits: BackendTraits) -> str | None:
     ragged = len(set(problem.num_tokens)) > 1
     wants = (
         ("reductions", workload.reduction in traits.reductions, workload.reduction),
+        ("row_capacities", problem.config.row_capacity.kind in traits.row_capacities, str(problem.config.row_capacity)),
+        (
+            "sync_free_devices",
+            traits.offers(problem.config.row_capacity.kind, device_type),
+            f"{problem.config.row_capacity} on {device_type}",
+        ),
         ("dtypes", workload.dtype in traits.dtypes, str(workload.dtype)),
         ("ragged_counts", traits.ragged_counts or not ragged, "ranks bring different token counts"),
         (

@@ -26,11 +26,13 @@ class Expected:
         outcome: to the bit, but for `grad_scores` where combine applies the scores.
         grad_scores_fp64: `[T, top_k]` float64, the true score gradient, for which `outcome.grad_scores` is what plain
             float32 loops lose; None where the experts apply the scores: then that is to the bit as well.
+        without_row: `[T, top_k]` bool: slots that name no expert, and slots that were dropped.
 
     """
 
     outcome: Outcome
     grad_scores_fp64: Tensor | None
+    without_row: Tensor
 
 
 def expected(problem: Problem, device: torch.device) -> list[Expected]:
@@ -47,6 +49,7 @@ def _expected(problem: Problem, device: torch.device) -> list[Expected]:
         problem.topk_expert_ids,
         problem.config.num_experts,
         problem.config.expert_alignment,
+        problem.num_rows,
     )
     runs = [_ExpertsRun.of(problem, rank, rows, device) for rank, rows in enumerate(there)]
     results = [run.out_with_nan_padding() for run in runs]
@@ -76,6 +79,7 @@ def _expected(problem: Problem, device: torch.device) -> list[Expected]:
                 grad_weights=run.grad_weights(),
             ),
             grad_scores_fp64[rank] if problem.apply_scores else None,
+            _without_row(problem, there, rank),
         )
         for rank, (rows, run) in enumerate(zip(there, runs, strict=True))
     ]
@@ -146,6 +150,15 @@ def _worst_of_plain_dots(a: Tensor, b: Tensor) -> Tensor:
     sums = functools.reduce(torch.add, terms[:, orders].unbind(2))
     worst = (sums.double() - truth.unsqueeze(1)).abs().argmax(1, keepdim=True)
     return sums.gather(1, worst).squeeze(1)
+
+
+def _without_row(problem: Problem, there: list[ReferenceRows], source: int) -> Tensor:
+    without = torch.ones(problem.topk_expert_ids[source].shape, dtype=torch.bool)
+    for rows in there:
+        for place in rows.origin:
+            if place is not None and place[0] == source:
+                without[place[1:]] = False
+    return without
 
 
 def _scalars_home(problem: Problem, there: list[ReferenceRows], scalars: list[Tensor]) -> list[Tensor]:

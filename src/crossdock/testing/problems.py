@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import GroupedExperts
+from ..row_capacity import resolve_num_rows, tokens_of_call
 from ..types import DispatcherConfig
 
 ExpertKind = Literal["identity", "linear", "swiglu"]
@@ -83,6 +84,14 @@ class Problem:
     def num_tokens(self) -> list[int]:
         """T by rank."""
         return [len(part) for part in self.x]
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows that every rank's dispatch returns; None for as many as arrive."""
+        if self.config.row_capacity.kind == "exact":
+            return None
+        bound = max(self.num_tokens) if self.strided else -1
+        return int(resolve_num_rows(self.config, self.ep_size, tokens_of_call(self.config, self.num_tokens[0], bound)))
 
     @property
     def num_local_experts(self) -> int:

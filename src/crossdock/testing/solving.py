@@ -105,7 +105,8 @@ def send(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device
     invalid = ~routed.row_valid
     _poison_gradient(routed.rows, invalid)
     _poison_gradient(routed.scores, invalid)
-    y = experts(routed.rows, routed.expert_offsets, None if problem.apply_scores else routed.scores)
+    rows, row_scores = _with_nan_tail(routed)
+    y = experts(rows, routed.expert_offsets, None if problem.apply_scores else row_scores)
     y = y.masked_fill(invalid.unsqueeze(1), float("nan"))
     if y.requires_grad:
         y.retain_grad()
@@ -144,6 +145,15 @@ def _ids_of(problem: Problem, rank: int, device: torch.device) -> tuple[Tensor, 
 
 def _bound_of(problem: Problem) -> dict[str, Any]:
     return {"num_tokens_per_rank": max(problem.num_tokens)} if problem.strided else {}
+
+
+def _with_nan_tail(routed: Dispatched) -> tuple[Tensor, Tensor]:
+    """Rows and scores, NaN behind the last offset."""
+    tail = torch.arange(routed.rows.shape[0], device=routed.rows.device) >= routed.handle.rows_end
+    return (
+        routed.rows.masked_fill(tail.unsqueeze(1), float("nan")),
+        routed.scores.masked_fill(tail, float("nan")),
+    )
 
 
 def _poison_gradient(tensor: Tensor, invalid: Tensor) -> None:

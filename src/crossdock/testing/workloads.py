@@ -6,6 +6,7 @@ and in every run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -15,12 +16,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..types import DispatcherConfig, Reduction
+from ..types import DispatcherConfig, Reduction, RowCapacity
 from .pairwise import every_pair
 from .problems import ExpertKind, Problem
 
 HIDDEN_DIM = 40  # a multiple of 8, not of 16
 TIMEOUT_S = 20.0
+MAX_TOKENS = 16
 
 Draw = Callable[[torch.Generator, "Routing", int, int], torch.Tensor]
 
@@ -135,6 +137,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "experts": ("identity", "linear", "swiglu"),
     "scores": ("after", "inside"),
     "call": ("plain", "strided"),
+    "capacity": ("exact", "worst_case", "balanced", "rows", "too small"),
 }
 
 
@@ -151,6 +154,8 @@ class Workload:
         experts: "identity", "linear" (`f_e(v) = (e + 1) v`) or "swiglu".
         scores: applied "after" the experts, by combine, or "inside" them.
         call: "plain" inputs; or "strided": non-contiguous, int32 ids, with `num_tokens_per_rank` and a histogram.
+        capacity: a kind of row capacity, "balanced" just large enough and "rows" with some to spare; or "too small",
+            for about half of the fullest rank's rows: the others are dropped.
 
     """
 
@@ -162,10 +167,11 @@ class Workload:
     experts: ExpertKind = "linear"
     scores: Literal["after", "inside"] = "after"
     call: Literal["plain", "strided"] = "plain"
+    capacity: Literal["exact", "worst_case", "balanced", "rows", "too small"] = "exact"
 
     def __str__(self) -> str:
         parts = (self.routing, str(self.dtype).removeprefix("torch."), f"align {self.alignment}", self.reduction)
-        return ", ".join((*parts, self.experts, f"scores {self.scores}", self.call))
+        return ", ".join((*parts, self.experts, f"scores {self.scores}", self.call, f"capacity {self.capacity}"))
 
     @property
     def seed(self) -> int:
@@ -198,23 +204,50 @@ def _problem(workload: Workload) -> Problem:
         top_k=routing.top_k,
         hidden_dim=HIDDEN_DIM,
         dtype=workload.dtype,
-        num_max_tokens_per_rank=16,
+        num_max_tokens_per_rank=MAX_TOKENS,
         expert_alignment=workload.alignment,
         reduction=workload.reduction,
         timeout_s=TIMEOUT_S,
     )
     generator = torch.Generator().manual_seed(workload.seed)
     ids = [routing.draw(generator, routing, rank, tokens) for rank, tokens in enumerate(routing.num_tokens)]
-    problem = Problem.draw(config, ids, generator)
-    return problem.replace(
+    bound = max(routing.num_tokens) if workload.call == "strided" else MAX_TOKENS
+    config = dataclasses.replace(
+        config,
+        row_capacity=_row_capacity(workload, routing, ids, bound),
+        on_overflow="drop" if workload.capacity == "too small" else "raise",
+    )
+    return Problem.draw(config, ids, generator).replace(
         experts=workload.experts, apply_scores=workload.scores == "after", strided=workload.call == "strided"
     )
 
 
+def _row_capacity(workload: Workload, routing: Routing, ids: list[torch.Tensor], bound: int) -> RowCapacity:
+    """The capacity of a workload whose ranks may bring `bound` tokens."""
+    named = torch.bincount(torch.cat(ids)[torch.cat(ids) >= 0], minlength=routing.num_experts)
+    by_rank, alignment = named.view(routing.ep_size, -1), workload.alignment
+    most = int(by_rank.sum(1).max())
+    most_padded = int(((by_rank + alignment - 1) // alignment * alignment).sum(1).max())
+    match workload.capacity:
+        case "exact":
+            return RowCapacity.exact()
+        case "worst_case":
+            return RowCapacity.worst_case()
+        case "balanced":
+            return RowCapacity.balanced(max(most, 1) / (bound * routing.top_k))
+        case "rows":
+            return RowCapacity.rows(most_padded + 2 * alignment)
+    if alignment == 1:  # half the rows, half way to the next multiple of 4
+        return RowCapacity.balanced(max(most // 2 - 2, 1) / (bound * routing.top_k))
+    return RowCapacity.rows(max(most_padded // 2 // alignment, 1) * alignment)
+
+
 def whole_grid(ep_size: int) -> Iterator[Workload]:
-    """Every workload of a group size."""
-    for values in itertools.product(*FACTORS.values()):
-        yield Workload(ep_size=ep_size, **dict(zip(FACTORS, values, strict=True)))
+    """Every choice of all factors but the capacity, and those in turn: each with every value of any two others."""
+    *names, capacity = FACTORS
+    values = itertools.product(*(FACTORS[name] for name in names))
+    for chosen, turn in zip(values, itertools.cycle(FACTORS[capacity])):
+        yield Workload(ep_size=ep_size, capacity=turn, **dict(zip(names, chosen, strict=True)))
 
 
 def pairwise_grid(ep_size: int) -> Iterator[Workload]:

@@ -1,8 +1,7 @@
 """Own kernels over memory that all ranks see: one NVLink domain, or on a CPU the shared memory of one host.
 
 On a CPU the same kernels run in Triton's interpreter, so that they can be tried with real ranks without a GPU. They are
-far slower there than `all_to_all`. For GPUs it has been compiled, but not yet run on any: it is taken only where it is
-asked for by name.
+far slower there than `all_to_all`, so it is taken there only where it is asked for by name.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ...types import SUPPORTED_DTYPES
-from ..base import Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
+from ..base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
 
 
 class SymmetricBackend(Backend):
@@ -19,8 +18,10 @@ class SymmetricBackend(Backend):
     name = "symmetric"
     preference = "never"
     traits = BackendTraits(
-        devices=frozenset({"cpu"}),  # its GPU half compiles, and has not run yet
+        devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset(SUPPORTED_DTYPES),
+        row_capacities=EVERY_ROW_CAPACITY,
+        capturable=True,
         needs="triton, and all ranks on one host",
     )
 

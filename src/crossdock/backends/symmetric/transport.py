@@ -1,8 +1,9 @@
 """Dispatch and combine through memory that all ranks see: every rank lays out, and whoever wants something reads it.
 
-A dispatch publishes rows and routing. Every rank works out for itself, from all ranks' ids, where rows go among those
-of its experts, and pulls each row once. A combine lays out at the experts' rank what each source rank's tokens get from
-it, and their rank pulls and adds up: one share a rank in `fast`, one slot after the other in `exact`.
+A dispatch pushes its routing to every rank and lays out its rows. Every rank works out for itself, from all ranks' ids,
+where rows go among those of its experts, and pulls each row once. A combine lays out at the experts' rank what each
+source rank's tokens get from it, and their rank pulls and adds up: one share a rank in `fast`, one slot after the other
+in `exact`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,18 @@ from typing import NamedTuple
 
 import torch
 
-from ...group.fingerprint import NUM_WORDS
 from ...inputs import refuse_bad_ids
-from ...kernels.add_home import launch_add_ranks, launch_add_slot
-from ...kernels.arrange import Groups, Published, launch_count_published, launch_place_published
-from ...kernels.poison import launch_poison
-from ...kernels.pre_add import launch_pre_add
-from ...kernels.publish import Shelf, launch_publish
-from ...kernels.pull import launch_pull_rows, launch_zero_padding
-from ...kernels.scalars import launch_fetch_scalars, launch_lay_out_scalars
+from ...kernels.arrange import Groups, Routed, RowsToPublish, launch_arrange, launch_place
+from ...kernels.combine import Shares, launch_combine, launch_combine_slot
+from ...kernels.publish import Opening, Routing, launch_publish_routing, launch_publish_rows
+from ...kernels.pull import launch_pull_rows
+from ...kernels.scalars import Slips, launch_swap_scalars
+from ...kernels.signal import READ, ROUTED, ROWS, TOKENS, launch_tell, launch_wait
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
-from ..base import Call, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
-from .headers import HEADER_WORDS, TOKENS, Headers, headers_spec
-from .rounds import Rounds, signals_spec
-
-_NO_LIMIT = 2**31 - 1  # rows: `exact` takes as many as come
+from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
+from .plan import Plan
+from .rounds import Rounds, notes_spec, signals_spec
 
 
 class SymmetricLayout(NamedTuple):
@@ -36,21 +33,15 @@ class SymmetricLayout(NamedTuple):
         row_of_slot: `[ep_size, S, top_k]` int32: the row here of every rank's slots; -1 elsewhere, -2 dropped.
         padding: `[2, e]` int64: where each local expert's padding begins and ends.
         home_of_slot: `[T, top_k]` int32: the rank that has each of this rank's slots; -1 without an expert.
+        num_sent: `[1]` int64: rows that other ranks pull from here.
         extent: `[R, 0]`: nothing but R, which no other of these has.
     """
 
     row_of_slot: torch.Tensor
     padding: torch.Tensor
     home_of_slot: torch.Tensor
+    num_sent: torch.Tensor
     extent: torch.Tensor
-
-
-class _Counted(NamedTuple):
-    """What the host knows of a dispatch after its one synchronisation."""
-
-    num_tokens: list[int]
-    num_bad: list[int]
-    num_rows: int
 
 
 def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
@@ -58,12 +49,12 @@ def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
     tokens, top_k = spec.num_max_tokens_per_rank, spec.top_k
     return [
         signals_spec(spec.ep_size),
-        headers_spec(),
+        notes_spec(),
         BufferSpec("rows", (tokens, spec.hidden_dim), spec.dtype),
-        BufferSpec("ids", (tokens, top_k), torch.int32),
-        BufferSpec("scores", (tokens, top_k), torch.float32),
-        BufferSpec("partials", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
-        BufferSpec("scalars", (spec.ep_size, tokens, top_k), torch.float32),
+        BufferSpec("ids", (spec.ep_size, tokens, top_k), torch.int32),
+        BufferSpec("scores", (spec.ep_size, tokens, top_k), torch.float32),
+        BufferSpec("shares", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
+        BufferSpec("slips", (spec.ep_size, tokens, top_k), torch.float32),
     ]
 
 
@@ -83,68 +74,75 @@ class SymmetricTransport(Transport):
         self.spec, self.device = spec, device
         self.workspace = Workspace.open(buffers_of(spec), link.members, device, link.store_prefix, spec.timeout_s)
         self.rounds = Rounds(spec, self.workspace, device, link.on_expiry)
-        self.headers = Headers(self.workspace, self.rounds, device)
+        self.plan = Plan.of(spec, device)
         self._host_syncs = 0
         self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted by the kernels that lay them out
         self._sent_other_bytes = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
 
-    def dispatch(self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call) -> Received:
-        spec = self.spec
-        home_of_slot = self._publish(x, (expert_ids, scores), call)
+    def dispatch(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, num_rows: int | None, call: Call
+    ) -> Received:
+        board, own, table = self.rounds.board, self.workspace.own, self.workspace.table
+        opening = self.rounds.open(call)
+        x = x if x.stride(1) == 1 else x.contiguous()
         self._count_other(expert_ids.numel() * (4 + 4))
-        published, groups, counted = self._count(call)
-        if any(counted.num_bad):
-            self.rounds.finish_reading()  # refused by all ranks alike, and the next call may come
-            refuse_bad_ids(counted.num_bad, spec.num_experts)
-        row_of_slot, row_scores = launch_place_published(
-            published,
-            groups,
-            spec.rank * spec.num_local_experts,
-            spec.expert_alignment,
-            max(counted.num_tokens),
-            counted.num_rows,
-        )
-        layout = SymmetricLayout(row_of_slot, groups.padding, home_of_slot, x.new_empty(counted.num_rows, 0))
+        with self.rounds.waiting():
+            tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
+            routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_rows)
+            home_of_slot, num_sent = launch_publish_routing(board, opening, routing)
+            routed = Routed(own["ids"], own["scores"], self._bound(call))
+            groups, row_scores = self._arrange(opening, routed, x, num_sent, num_rows)
+            if row_scores is None:
+                num_rows = self._await_counts(groups, opening)
+                row_scores = self._place(opening, routed, groups, num_rows)
+            assert num_rows is not None
+            extent = x.new_empty(num_rows, 0)
+            layout = SymmetricLayout(groups.row_of_slot, groups.padding, home_of_slot, num_sent, extent)
+            rows = self._pull(layout, opening, row_scores)
         return Received(
-            rows=self._pull(layout),
-            row_scores=self._poisoned(row_scores),
+            rows=rows,
+            row_scores=row_scores,
             tokens_per_expert=groups.tokens_per_expert,
             expert_offsets=groups.expert_offsets,
             layout=list(layout),
+            demand=Demand(groups.wanted, groups.bad_ids),
         )
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
-        there = SymmetricLayout(*layout)
-        self._publish(x, there.home_of_slot, call)
-        self.headers.compare(call)
-        return self._pull(there)
+        there, opening = SymmetricLayout(*layout), self.rounds.open(call)
+        self._count_other(0)
+        with self.rounds.waiting():
+            self._publish_rows(opening, x, there.num_sent, begins=True)
+            return self._pull(there, opening, None)
 
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
-        there, rounds = SymmetricLayout(*layout), self.rounds
-        out = new_rows(there.home_of_slot.shape[0], rows)
-        if self.spec.reduction == "exact":
-            self._add_slots(rows, None if weights is None else weights.of_slots, there, call, out)
-            return self._poisoned(out)
-        self._lay_out_partials(rows, None if weights is None else weights.of_rows, there, range(self.spec.top_k), call)
-        launch_add_ranks(*self._partials_for(there), out)
-        rounds.finish_reading()
-        return self._poisoned(out)
+        there, opening = SymmetricLayout(*layout), self.rounds.open(call)
+        self._count_other(0)
+        own, table = self.workspace.own["shares"], self.workspace.table["shares"]
+        home = there.home_of_slot
+        shares = Shares(own, table, there.row_of_slot, home, self._sent_rows, self.plan.chunk_len)
+        out, board = new_rows(home.shape[0], rows), self.rounds.board
+        tile, givers = self.plan.combine, self.plan.givers
+        with self.rounds.waiting():
+            if self.spec.reduction == "fast":
+                by_row = None if weights is None else weights.of_rows
+                launch_combine(board, opening, shares, rows, by_row, out, tile, givers)
+                return out
+            by_slot = None if weights is None else weights.of_slots
+            sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            for slot in range(self.spec.top_k):
+                launch_combine_slot(board, opening, shares, rows, by_slot, slot, sums, out, tile, givers)
+        return out
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
-        there = SymmetricLayout(*layout)
-        header = self.headers.write(call)
-        self.rounds.await_free("scalars", call)
-        launch_lay_out_scalars(values, there.row_of_slot, self.workspace.own["scalars"], header)
-        self.rounds.publish("scalars")
+        there, table = SymmetricLayout(*layout), self.workspace.table["slips"]
+        opening = self.rounds.last_opening if call is None else self.rounds.open(call)
+        slips = Slips(self.workspace.own["slips"], table, there.row_of_slot, there.home_of_slot)
         self._count_other(there.row_of_slot[0].numel() * 4)
-        self.rounds.await_published(call)
-        self.headers.compare(call)
-        table, max_tokens = self.workspace.table["scalars"], self.spec.num_max_tokens_per_rank
-        out = launch_fetch_scalars(table, there.home_of_slot, self.spec.rank, max_tokens)
-        self.rounds.finish_reading()
-        return self._poisoned(out)
+        with self.rounds.waiting():
+            return launch_swap_scalars(self.rounds.board, opening, slips, values)
 
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
@@ -154,9 +152,30 @@ class SymmetricTransport(Transport):
             row_of_slot=like.new_empty((ep_size, new_size(), top_k), dtype=torch.int32),
             padding=like.new_empty((2, self.spec.num_local_experts), dtype=torch.int64),
             home_of_slot=like.new_empty((num_tokens, top_k), dtype=torch.int32),
+            num_sent=like.new_empty((1,), dtype=torch.int64),
             extent=like.new_empty((num_rows, 0)),
         )
         return list(layout)
+
+    def agree_max(self, value: int, call: Call) -> int:
+        """A round of its own: what all ranks tell is a number of tokens like any other."""
+        board, opening = self.rounds.board, self.rounds.last_opening
+        with self.rounds.waiting():
+            launch_wait(board, READ, opening.digest, buffer=ROWS)
+            launch_tell(board, ROUTED, opening.digest, num_tokens=value)
+            launch_wait(board, ROUTED, opening.digest)
+            values = board.signals[TOKENS : TOKENS + 2, :].tolist()
+            number = int(board.state[0])
+            launch_tell(board, READ, opening.digest)
+        self._host_syncs += 1
+        self.rounds.look()
+        return int(max(values[number % 2]))
+
+    def look(self) -> None:
+        self.rounds.look()
+
+    def abandon(self) -> None:
+        self.rounds.leave()
 
     def bytes_sent(self) -> tuple[int, int]:
         """Rows are those that other ranks pull; headers, routing and scalars count as if every other rank read all."""
@@ -172,99 +191,54 @@ class SymmetricTransport(Transport):
 
     # -- parts of them -----------------------------------------------------------------------------------------------
 
-    def _publish(
-        self, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor] | torch.Tensor, call: Call
-    ) -> torch.Tensor:
-        """Lay out rows, and in a dispatch the routing; returns when, or in stream order where, all ranks have."""
-        header = self.headers.write(call, x.shape[0])
-        assert header is not None  # there is a call
-        words, headers, state = header
-        own = self.workspace.own
-        shelf = Shelf(own["rows"], own["ids"], own["scores"], headers, state, self._sent_rows, self.spec.rank)
-        self.rounds.await_free("rows", call)
-        home_of_slot = launch_publish(x, routing, words, shelf, self.spec.num_experts, self.spec.num_local_experts)
-        self.rounds.publish("rows")
-        self.rounds.await_published(call)
-        return home_of_slot
+    def _bound(self, call: Call) -> int:
+        """S: what this rank knows of every rank's T without asking."""
+        facts = call.facts
+        told = facts.num_tokens_per_rank if facts.num_tokens_per_rank >= 0 else facts.num_tokens
+        return self.spec.num_max_tokens_per_rank if told < 0 else told
 
-    def _count(self, call: Call) -> tuple[Published, Groups, _Counted]:
-        """Read the headers and count rows; the one host synchronisation."""
-        spec = self.spec
-        ep_size, num_header_words = spec.ep_size, spec.ep_size * HEADER_WORDS
-        report = torch.empty(num_header_words + ep_size + 1, dtype=torch.int64, device=self.device)
-        heard = report[:num_header_words].view(ep_size, HEADER_WORDS)
-        self.headers.read(heard)
-        table, bound = self.workspace.table, call.facts.num_tokens_per_rank
-        published = Published(table["ids"], table["scores"], heard[:, TOKENS], spec.top_k)
-        groups = launch_count_published(
-            published,
-            (spec.rank * spec.num_local_experts, spec.num_local_experts),
-            spec.expert_alignment,
-            spec.num_max_tokens_per_rank if bound < 0 else bound,
-            _NO_LIMIT,
-            report[num_header_words:-1],
-            report[-1:],
-        )
-        on_host = report.tolist()
+    def _arrange(
+        self, opening: Opening, routed: Routed, x: torch.Tensor, num_sent: torch.Tensor, num_rows: int | None
+    ) -> tuple[Groups, torch.Tensor | None]:
+        """Lay out rows and arrange what all ranks have sent; on a GPU both at once."""
+        board, plan, spec = self.rounds.board, self.plan, self.spec
+        meanwhile = None
+        if board.fused:
+            meanwhile = RowsToPublish(x, self.workspace.own["rows"], plan.chunk_len, plan.copy)
+        else:
+            self._publish_rows(opening, x, num_sent, begins=False)
+        size = (spec.expert_alignment, spec.num_local_experts, num_rows, plan.arrangers)
+        return launch_arrange(board, opening.digest, routed, *size, meanwhile)
+
+    def _await_counts(self, groups: Groups, opening: Opening) -> int:
+        """Rows to make room for; the one host synchronisation."""
+        counted = torch.cat([groups.report[:1], groups.bad_ids]).tolist()
         self._host_syncs += 1
-        self.rounds.raise_if_given_up()
-        words = [on_host[start : start + HEADER_WORDS] for start in range(0, num_header_words, HEADER_WORDS)]
-        call.verify([header[:NUM_WORDS] for header in words])
-        counted = _Counted([header[TOKENS] for header in words], on_host[num_header_words:-1], on_host[-1])
-        return published, groups, counted
+        self.rounds.look()
+        num_rows, *num_bad = counted
+        if any(num_bad):
+            launch_tell(self.rounds.board, READ, opening.digest)  # refused by all ranks alike: the next call may come
+            refuse_bad_ids(num_bad, self.spec.num_experts)
+        return int(num_rows)
 
-    def _pull(self, layout: SymmetricLayout) -> torch.Tensor:
-        """Rows `[R, D]` along a layout, from what all ranks have published; the end of their round."""
+    def _place(self, opening: Opening, routed: Routed, groups: Groups, num_rows: int) -> torch.Tensor:
+        board, plan = self.rounds.board, self.plan
+        return launch_place(board, opening.digest, routed, groups, self.spec.expert_alignment, num_rows, plan.arrangers)
+
+    def _publish_rows(self, opening: Opening, x: torch.Tensor, num_sent: torch.Tensor, *, begins: bool) -> None:
+        shelf, plan = self.workspace.own["rows"], self.plan
+        launch_publish_rows(
+            self.rounds.board, opening, x, shelf, num_sent, self._sent_rows, plan.chunk_len, plan.copy, begins=begins
+        )
+
+    def _pull(self, layout: SymmetricLayout, opening: Opening, row_scores: torch.Tensor | None) -> torch.Tensor:
+        """Rows `[R, D]` along a layout, from what all ranks publish; the end of their round."""
         rows = new_rows(layout.extent.shape[0], self.workspace.own["rows"])
-        launch_pull_rows(self.workspace.table["rows"], layout.row_of_slot, self.spec.rank, rows)
-        self.rounds.finish_reading()
-        if self.spec.expert_alignment > 1:
-            launch_zero_padding(layout.padding, self.spec.expert_alignment, rows)
-        return self._poisoned(rows)
-
-    def _lay_out_partials(
-        self,
-        rows: torch.Tensor,
-        weights: torch.Tensor | None,
-        layout: SymmetricLayout,
-        slots: range,
-        call: Call,
-        *,
-        opening: bool = True,
-    ) -> None:
-        """A round of partial sums: lay out this rank's and wait for everyone's."""
-        header = self.headers.write(call) if opening else None
-        self.rounds.await_free("partials", call)
-        partials, rank = self.workspace.own["partials"], self.spec.rank
-        launch_pre_add(rows, layout.row_of_slot, weights, slots, partials, rank, self._sent_rows, header)
-        self.rounds.publish("partials")
-        self.rounds.await_published(call)
-        self.headers.compare(call if opening else None)
+        launch_pull_rows(
+            self.rounds.board, opening.digest, self.workspace.table["rows"], layout.row_of_slot, layout.padding,
+            rows, row_scores, self.plan.chunk_len, self.plan.pull, padded=self.spec.expert_alignment > 1,
+        )  # fmt: skip
+        return rows
 
     def _count_other(self, num_bytes: int) -> None:
-        self._sent_other_bytes += (self.spec.ep_size - 1) * (num_bytes + 8 * HEADER_WORDS)
-
-    def _partials_for(self, layout: SymmetricLayout) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        return (
-            self.workspace.table["partials"],
-            layout.home_of_slot,
-            self.spec.rank,
-            self.spec.num_max_tokens_per_rank,
-        )
-
-    def _add_slots(
-        self, rows: torch.Tensor, weights: torch.Tensor | None, layout: SymmetricLayout, call: Call, out: torch.Tensor
-    ) -> None:
-        """One round a slot, the same number on every rank, through the same buffer."""
-        sums = out.new_empty(out.shape if self.spec.top_k > 1 else (0, 0), dtype=torch.float32)
-        table, home_of_slot, rank, max_tokens = self._partials_for(layout)
-        for slot in range(self.spec.top_k):
-            self._lay_out_partials(rows, None, layout, range(slot, slot + 1), call, opening=slot == 0)
-            launch_add_slot(table, home_of_slot, weights, slot, rank, max_tokens, sums, out)
-            self.rounds.finish_reading()
-
-    def _poisoned(self, out: torch.Tensor) -> torch.Tensor:
-        """Outputs of a call that was given up are NaN; on a CPU such a call has raised before it comes here."""
-        if self.device.type == "cuda":
-            launch_poison(self.rounds.given_up, out)
-        return out
+        self._sent_other_bytes += (self.spec.ep_size - 1) * num_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import calls, compiled, gradients, groups, numerics, sharing
+from . import calls, capacity, compiled, gradients, groups, numerics, recompute, sharing
 
 SCENARIOS = (
     *numerics.SCENARIOS,
@@ -10,6 +10,8 @@ SCENARIOS = (
     *sharing.SCENARIOS,
     *calls.SCENARIOS,
     *gradients.SCENARIOS,
+    *recompute.SCENARIOS,
+    *capacity.SCENARIOS,
     *compiled.SCENARIOS,
 )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import TokenDispatcher
+from ... import RowCapacity, TokenDispatcher
 from ..compare import assert_bit_equal
 from ..problems import Problem
 from ..scenario import Scenario
@@ -22,8 +24,9 @@ _numbers = itertools.count()
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _problem(ep_size: int) -> Problem:
-    return Workload(ep_size=ep_size, routing="0 to K valid ids", alignment=16).problem()
+def _problem(ep_size: int, **fields: Any) -> Problem:
+    problem = Workload(ep_size=ep_size, routing="0 to K valid ids", alignment=16).problem()
+    return problem.replace(config=dataclasses.replace(problem.config, **fields))
 
 
 def _step(dispatcher: TokenDispatcher, weight: Tensor) -> Step:
@@ -38,16 +41,26 @@ def _step(dispatcher: TokenDispatcher, weight: Tensor) -> Step:
 
 def compiled_aot_eager(seat: Seat) -> None:
     """`fullgraph=True` under aot_eager: equal to the bit, forward and backward, for changing token counts."""
-    _compare_compiled(seat, "aot_eager")
+    _compare_compiled(seat, "aot_eager", _problem(seat.size))
 
 
 def compiled_inductor(seat: Seat) -> None:
     """`fullgraph=True` under inductor; what stands between our operators is exact here, so all is equal to the bit."""
-    _compare_compiled(seat, "inductor")
+    _compare_compiled(seat, "inductor", _problem(seat.size))
 
 
-def _compare_compiled(seat: Seat, compiler: str) -> None:
-    problem = _problem(seat.size)
+def compiled_worst_case(seat: Seat) -> None:
+    """The size of the rows follows from that of the inputs, with and without a compiler."""
+    problem = _problem(seat.size, row_capacity=RowCapacity.worst_case(), equal_token_counts=True)
+    _compare_compiled(seat, "inductor", problem)
+
+
+def compiled_calibrated(seat: Seat) -> None:
+    """A layer that was calibrated before it was compiled."""
+    _compare_compiled(seat, "aot_eager", _problem(seat.size, row_capacity=RowCapacity.calibrated(3.0)))
+
+
+def _compare_compiled(seat: Seat, compiler: str, problem: Problem) -> None:
     with seat.open(problem.config) as dispatcher:
         weight = torch.full((problem.config.hidden_dim,), 2.0, device=seat.device, requires_grad=True)
         eager = _step(dispatcher, weight)
@@ -121,5 +134,20 @@ class _Recorder(torch.overrides.TorchFunctionMode):
 SCENARIOS = (
     Scenario("compile", "torch.compile, aot_eager: the same bits", compiled_aot_eager, max_ranks=2),
     Scenario("compile", "torch.compile, inductor: the same bits", compiled_inductor, max_ranks=2),
+    Scenario(
+        "compile",
+        "torch.compile, worst case: the same bits",
+        compiled_worst_case,
+        min_ranks=2,
+        max_ranks=2,
+        needs=(("row_capacities", "worst_case"),),
+    ),
+    Scenario(
+        "compile",
+        "torch.compile, calibrated: the same bits",
+        compiled_calibrated,
+        max_ranks=2,
+        needs=(("row_capacities", "calibrated"),),
+    ),
     Scenario("compile", "torch's checks of our operators", opcheck),
 )

@@ -1,0 +1,108 @@
+"""What one `bench` will measure: options checked, ranks, device and workloads chosen, before anything is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from crossdock.bench.movements.capacities import CapacityChoice
+from crossdock.bench.movements.cells import Effort
+from crossdock.errors import ConfigError
+from crossdock.types import Reduction
+
+from .sizes import Job, Options, jobs_of
+
+_REPEATS = {"cuda": 20, "cpu": 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked `bench`.
+
+    Attributes:
+        backends: names; empty is all that can serve.
+        num_ranks: ranks of the group.
+        device_type: "cpu" or "cuda".
+        torchrun: whether the ranks are torchrun's.
+        jobs: what is measured.
+        capacities: of rows; empty lets each backend have its best.
+        reductions: what is summed up how.
+        effort: repeats and runs.
+        bars: whether figures are held against the bars.
+        json, plot: files to write.
+    """
+
+    backends: tuple[str, ...]
+    num_ranks: int
+    device_type: str
+    torchrun: bool
+    jobs: tuple[Job, ...]
+    capacities: tuple[CapacityChoice, ...]
+    reductions: tuple[Reduction, ...]
+    effort: Effort
+    bars: bool
+    json: Path | None
+    plot: Path | None
+
+
+def make_plan(options: Options) -> Plan:
+    """Check all options.
+
+    Raises:
+        ConfigError: a value that cannot work, in one sentence.
+    """
+    device_type, num_ranks, torchrun = _place(options)
+    repeats = _REPEATS[device_type] if options.repeats is None else options.repeats
+    for name, value in (("--repeats", repeats), ("--runs", options.runs), ("--num-sms", options.num_sms or 1)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    for name, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{name} {path} is in a folder that does not exist")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'crossdock[demo]'")
+    return Plan(
+        backends=options.backends,
+        num_ranks=num_ranks,
+        device_type=device_type,
+        torchrun=torchrun,
+        jobs=jobs_of(options, device_type, num_ranks),
+        capacities=tuple(map(CapacityChoice.parse, options.capacities)),
+        reductions=("fast", "exact") if options.exact else ("fast",),
+        effort=Effort(repeats, options.runs),
+        bars=options.bars,
+        json=options.json,
+        plot=options.plot,
+    )
+
+
+def _place(options: Options) -> tuple[str, int, bool]:
+    """Device type, number of ranks, and whether they are torchrun's."""
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {options.device!r}")
+    num_gpus, by_torchrun = torch.cuda.device_count(), _world_size_of_torchrun()
+    if by_torchrun is not None and options.ranks not in (None, by_torchrun):
+        raise ConfigError(f"--ranks {options.ranks} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
+    on_gpus = options.device == "cuda" or (options.device == "auto" and num_gpus > 0)
+    num_ranks = by_torchrun or (options.ranks if options.ranks is not None else num_gpus if on_gpus else 2)
+    if num_ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, got {num_ranks}")
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if by_torchrun else num_ranks
+    if on_gpus and num_gpus < on_this_host:
+        if options.device == "cuda":
+            raise ConfigError(f"--device cuda needs {on_this_host} CUDA devices on this host, torch sees {num_gpus}")
+        on_gpus = False
+    return "cuda" if on_gpus else "cpu", num_ranks, by_torchrun is not None
+
+
+def _world_size_of_torchrun() -> int | None:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    text = os.environ["WORLD_SIZE"]
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable WORLD_SIZE must be a number of ranks, got {text!r}")
+    return int(text)

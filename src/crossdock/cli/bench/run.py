@@ -1,0 +1,166 @@
+"""Running a plan: on ranks started here, or on torchrun's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from crossdock.bench.movements.ceilings import Ceilings
+from crossdock.bench.movements.cells import ceilings_here, field_here, measure
+from crossdock.bench.movements.checking import WrongResult
+from crossdock.bench.movements.contenders import Contender
+from crossdock.bench.movements.figures import Figure
+from crossdock.bench.movements.workloads import Workload
+from crossdock.errors import ConfigError, CrossdockError
+from crossdock.testing import RankPool, RanksFailed
+
+from .plan import Plan
+from .sizes import Job
+
+Result = TypeVar("Result")
+
+_CELL_TIMEOUT_S = 300.0
+_REFUSALS = {"ConfigError", "InvalidInput"}
+
+
+class Stopped(RuntimeError):
+    """A backend moved something wrong: nothing more is measured."""
+
+
+@dataclass(kw_only=True)
+class Finished:
+    """What came out.
+
+    Attributes:
+        ceilings: of this machine.
+        figures: everything measured.
+        refused: why backends could not serve, by name.
+        failed: contenders that failed while they were measured, and why.
+        seconds: all of it took.
+    """
+
+    ceilings: Ceilings
+    figures: list[Figure] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Ranks(Protocol):
+    """Runs `fn(rank, *args)` on every rank and returns a result that is every rank's."""
+
+    def __call__(self, fn: Callable[..., Result], *args: object) -> Result:
+        """Raises what the function raised, or RanksFailed."""
+
+
+def run(plan: Plan) -> Finished | None:
+    """Measure everything; None on ranks of torchrun that do not report.
+
+    Raises:
+        Stopped: see there.
+        ConfigError: a value that turned out not to work on the ranks.
+    """
+    start = time.monotonic()
+    where = _torchrun_ranks(plan) if plan.torchrun else _started_ranks(plan)
+    with where as (ranks, reports), _progress(reports) as progress:
+        finished = _measure_all(plan, ranks, progress)
+    finished.seconds = time.monotonic() - start
+    return finished if reports else None
+
+
+def _measure_all(plan: Plan, ranks: Ranks, progress: Progress) -> Finished:
+    task = progress.add_task("ceilings of links and memory", total=None)
+    finished = Finished(ceilings=ranks(ceilings_here))
+    cells = []
+    for job in plan.jobs:
+        progress.update(task, description=f"who can serve {job.workload.name}")
+        cells += [(job.workload, contender) for contender in _contenders(plan, job, ranks, finished.refused)]
+    if not cells:
+        why = "; ".join(f"{name}: {why}" for name, why in finished.refused.items())
+        raise ConfigError(f"no backend can serve any workload here: {why}")
+    progress.update(task, total=len(cells))
+    for workload, contender in cells:
+        progress.update(task, description=f"{workload.name}, {workload.routing}: {contender.backend}")
+        _measure_one(plan, ranks, workload, contender, finished)
+        progress.advance(task)
+    return finished
+
+
+def _contenders(plan: Plan, job: Job, ranks: Ranks, refused: dict[str, str]) -> tuple[Contender, ...]:
+    field = ranks(field_here, job.workload, plan.backends, plan.capacities, plan.reductions, (job.num_sms,))
+    refused.update(field.refused)
+    return field.contenders
+
+
+def _measure_one(plan: Plan, ranks: Ranks, workload: Workload, contender: Contender, finished: Finished) -> None:
+    who = f"{contender.backend}, {contender.capacity.kind} rows, {contender.reduction}, on {workload.name}"
+    try:
+        finished.figures += ranks(measure, workload, contender, finished.ceilings, plan.effort)
+    except WrongResult as wrong:
+        raise Stopped(f"{who} is wrong and was not timed: {wrong}") from None
+    except CrossdockError as error:
+        finished.failed[who] = str(error)
+    except RanksFailed as failure:  # the pool has fresh ranks for the next cell
+        failed = [result for result in failure.results if not result.ok]
+        wrongs = [result for result in failed if result.error_type == WrongResult.__name__]
+        if wrongs:
+            raise Stopped(f"{who} is wrong and was not timed: {wrongs[0].message}") from None
+        finished.failed[who] = str(failure)
+
+
+@contextmanager
+def _started_ranks(plan: Plan) -> Iterator[tuple[Ranks, bool]]:
+    with RankPool(plan.num_ranks, backend="nccl" if plan.device_type == "cuda" else "gloo") as pool:
+
+        def call(fn: Callable[..., Result], *args: object) -> Result:
+            try:
+                return pool.run(fn, *args, timeout_s=_CELL_TIMEOUT_S)[0]
+            except RanksFailed as failure:
+                failed = [result for result in failure.results if not result.ok]
+                if all(result.error_type in _REFUSALS for result in failed):
+                    raise ConfigError(failed[0].message) from None
+                raise
+
+        yield call, True
+
+
+@contextmanager
+def _torchrun_ranks(plan: Plan) -> Iterator[tuple[Ranks, bool]]:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device_type == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)  # as in started ranks
+    backend = "gloo" if device is None else "nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=device)
+    try:
+
+        def call(fn: Callable[..., Result], *args: object) -> Result:
+            return fn(dist.get_rank(), *args)
+
+        yield call, dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
+        yield progress

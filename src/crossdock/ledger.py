@@ -1,0 +1,231 @@
+"""What every dispatch asked for and got, by layer, without a wait of the host.
+
+A dispatcher's ledger is written once per dispatch, in every mode. On a GPU the device writes it, in one launch, so that
+a replayed graph counts like an eager call; the host looks at two words of pinned memory and copies the rest only when
+somebody asks. On a CPU it is plain integers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import ContractViolation
+from .types import LayerStats
+
+# A layer's words, then one for each local expert: rows wanted.
+CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, BY_EXPERT = range(8)
+# The words of trouble, counted over all layers; layer, demand and capacity are of the first overflow.
+OVERFLOW, LAYER, FIRST_DEMAND, FIRST_CAPACITY, BAD_IDS, REPEATS, NUM_TROUBLES = range(7)
+_LAYERS_PER_PAGE = 128
+
+
+class Entry(NamedTuple):
+    """One dispatch, as it is written down.
+
+    Attributes:
+        layer: its name.
+        num_tokens: T.
+        capacity: rows it was sized to; -1 under `exact`.
+        wanted: `[e]` int64: rows asked for by local expert.
+        kept: `[e]` int64: rows that fit.
+        expert_offsets: `[e]` int32: inclusive padded ends of what fits.
+        bad_ids: `[ep_size]` int64: ids outside the range.
+    """
+
+    layer: str
+    num_tokens: int
+    capacity: int
+    wanted: Tensor
+    kept: Tensor
+    expert_offsets: Tensor
+    bad_ids: Tensor
+
+
+class Trouble(NamedTuple):
+    """What the ledger has counted that somebody has to be told of; `layer` and the two sizes are the first overflow's.
+
+    Attributes:
+        overflows: dispatches of which rows were dropped.
+        layer: where.
+        demand: rows, padding included, that it asked for.
+        capacity: rows it was sized to.
+        bad_ids: ids outside the range, on a GPU; they acted as -1.
+        repeats: tokens, on a GPU, that named an expert twice although `distinct_experts=True` was declared.
+    """
+
+    overflows: int
+    layer: str
+    demand: int
+    capacity: int
+    bad_ids: int
+    repeats: int
+
+
+class Ledger(ABC):
+    """The accounts of one dispatcher.
+
+    Attributes:
+        overflowed: `[1]` float32 on the device: 1 once a dispatch has dropped rows, like torch's `found_inf`; whoever
+            skips a step on it sets it back to 0.
+    """
+
+    def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
+        self.alignment, self.num_local_experts = alignment, num_local_experts
+        self.overflowed = torch.zeros(1, device=device)
+        self._place_of_layer: dict[str, int] = {}
+
+    @abstractmethod
+    def enter(self, entry: Entry) -> Tensor:
+        """Write a dispatch down; returns `[1]` int64 on the device: the end of its last expert's rows."""
+
+    @abstractmethod
+    def note_repeats(self, expert_ids: Tensor) -> None:
+        """Count tokens that name an expert twice in `expert_ids [T, top_k]`, where nobody has looked before."""
+
+    @abstractmethod
+    def told(self) -> tuple[int, int, int]:
+        """Overflows, bad ids and repeats that are known of so far; does not wait."""
+
+    def is_capturing(self) -> bool:
+        """Whether calls are being captured in a graph at the moment, when nothing can be copied to the host."""
+        return self.overflowed.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    @abstractmethod
+    def trouble(self) -> Trouble:
+        """All that has gone wrong; waits for the device."""
+
+    @abstractmethod
+    def _words(self) -> list[list[int]]:
+        """Every layer's words, by place; waits for the device."""
+
+    def stats(self) -> dict[str, LayerStats]:
+        """Every layer's account, in one copy from the device."""
+        words = self._words()
+        return {layer: _account(words[place]) for layer, place in self._place_of_layer.items()}
+
+
+def _account(words: list[int]) -> LayerStats:
+    return LayerStats(
+        calls=words[CALLS],
+        tokens=words[TOKENS],
+        rows=words[ROWS],
+        rows_wanted=words[WANTED],
+        overflows=words[OVERFLOWS],
+        largest_demand=words[DEMAND],
+        capacity=words[CAPACITY],
+        wanted_by_expert=tuple(words[BY_EXPERT:]),
+    )
+
+
+class HostLedger(Ledger):
+    """Of a dispatcher on a CPU."""
+
+    def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
+        super().__init__(alignment, num_local_experts, device)
+        self._pages: list[list[int]] = []
+        self._trouble = Trouble(0, "", 0, 0, 0, 0)
+
+    def enter(self, entry: Entry) -> Tensor:
+        wanted, kept = entry.wanted.tolist(), sum(entry.kept.tolist())
+        if entry.layer not in self._place_of_layer:
+            self._place_of_layer[entry.layer] = len(self._pages)
+            self._pages.append([0] * (BY_EXPERT + self.num_local_experts))
+        words, alignment = self._pages[self._place_of_layer[entry.layer]], self.alignment
+        total, demand = sum(wanted), sum(-(-rows // alignment) * alignment for rows in wanted)
+        overflows = int(total > kept)
+        for place, value in ((CALLS, 1), (TOKENS, entry.num_tokens), (ROWS, kept), (WANTED, total)):
+            words[place] += value
+        words[OVERFLOWS] += overflows
+        if is_tighter(demand, entry.capacity, words[DEMAND], words[CAPACITY]):
+            words[DEMAND], words[CAPACITY] = demand, entry.capacity
+        words[BY_EXPERT:] = [before + rows for before, rows in zip(words[BY_EXPERT:], wanted, strict=True)]
+        if overflows:
+            self.overflowed.fill_(1.0)
+            if not self._trouble.overflows:
+                self._trouble = self._trouble._replace(layer=entry.layer, demand=demand, capacity=entry.capacity)
+            self._trouble = self._trouble._replace(overflows=self._trouble.overflows + 1)
+        return entry.expert_offsets[-1:].to(torch.int64)
+
+    def note_repeats(self, expert_ids: Tensor) -> None:
+        """On a CPU they were refused."""
+
+    def told(self) -> tuple[int, int, int]:
+        return self._trouble.overflows, 0, 0
+
+    def trouble(self) -> Trouble:
+        return self._trouble
+
+    def _words(self) -> list[list[int]]:
+        return self._pages
+
+
+def is_tighter(demand: int, capacity: int, demand_before: int, capacity_before: int) -> bool:
+    """Whether a demand takes up more of its capacity than the one before; where there is none, whether it is larger."""
+    if capacity_before == 0:  # nothing has come before
+        return True
+    if capacity < 0 or capacity_before < 0:
+        return demand > demand_before
+    return demand * capacity_before > demand_before * capacity
+
+
+class DeviceLedger(Ledger):
+    """Of a dispatcher on a GPU. Its memory never moves, since graphs have its addresses."""
+
+    def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
+        super().__init__(alignment, num_local_experts, device)
+        self._troubles = torch.zeros(NUM_TROUBLES, dtype=torch.int64, device=device)
+        self._told = torch.zeros(NUM_TROUBLES, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._pages = [self._new_page()]
+
+    def enter(self, entry: Entry) -> Tensor:
+        from .kernels.tally import launch_tally
+
+        place = self._place(entry.layer)
+        words = self._pages[place // _LAYERS_PER_PAGE][place % _LAYERS_PER_PAGE]
+        books = (words, self._troubles, self._told, self.overflowed)
+        return launch_tally(entry, books, place, self.alignment)
+
+    def note_repeats(self, expert_ids: Tensor) -> None:
+        from .kernels.repeats import launch_count_repeats
+
+        launch_count_repeats(expert_ids, self._troubles, self._told)
+
+    def told(self) -> tuple[int, int, int]:
+        told = self._told.tolist()
+        return told[OVERFLOW], told[BAD_IDS], told[REPEATS]
+
+    def trouble(self) -> Trouble:
+        overflows, place, demand, capacity, bad_ids, repeats = self._troubles.tolist()
+        layers = list(self._place_of_layer)
+        return Trouble(overflows, layers[place] if overflows else "", demand, capacity, bad_ids, repeats)
+
+    def _words(self) -> list[list[int]]:
+        words: list[list[int]] = torch.cat(self._pages).tolist()
+        return words
+
+    def _place(self, layer: str) -> int:
+        place = self._place_of_layer.setdefault(layer, len(self._place_of_layer))
+        if place >= _LAYERS_PER_PAGE * len(self._pages):
+            if self.is_capturing():
+                del self._place_of_layer[layer]
+                raise ContractViolation(
+                    f"layer {layer!r} is the first of more than {place} in this dispatcher and cannot be met inside a"
+                    " capture: dispatch once from it before"
+                )
+            self._pages.append(self._new_page())
+        return place
+
+    def _new_page(self) -> Tensor:
+        size = (_LAYERS_PER_PAGE, BY_EXPERT + self.num_local_experts)
+        return torch.zeros(size, dtype=torch.int64, device=self.overflowed.device)
+
+
+def open_ledger(alignment: int, num_local_experts: int, device: torch.device) -> HostLedger | DeviceLedger:
+    """The ledger of a dispatcher whose rows live on `device`."""
+    kind = DeviceLedger if device.type == "cuda" else HostLedger
+    with torch.inference_mode(False):  # it is written in every mode
+        return kind(alignment, num_local_experts, device)

@@ -1,0 +1,135 @@
+"""`crossdock bench`: what it measures, what it says and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "COLUMNS")}
+QUICK = ["--repeats", "2", "--runs", "2", "--tokens", "8", "--hidden", "64", "--experts", "8", "--top-k", "2"]
+
+
+def crossdock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "crossdock.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**CLEAN, **environment},
+    )
+
+
+def test_a_sweep_with_all_its_files(tmp_path: Path):
+    record, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    done = crossdock(
+        "bench", "--device", "cpu", "--backend", "all_to_all", *QUICK, "--sweep", "4,16", "--exact", "--bars",
+        "--json", str(record), "--plot", str(picture),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cpu ranks; ceilings: put " in done.stdout
+    assert "own-16: 16 tokens a rank x 64 x 8 experts, top-2, bfloat16, uniform" in done.stdout
+    assert "bars of symmetric, set for 4 NVLink GPUs" in done.stdout
+    assert "16 figures, all checked before" in done.stdout
+    written = json.loads(record.read_text())
+    assert {"machine", "versions", "commit", "command", "ceilings", "failed", "refused"} <= written.keys()
+    assert (written["ranks"], written["device"], written["effort"]) == (2, "cpu", {"repeats": 2, "runs": 2})
+    assert written["ceilings"]["link"] == "copies through memory that the ranks share"
+    figures = {(f["workload"]["num_tokens"], f["operation"], f["reduction"]): f for f in written["figures"]}
+    assert len(figures) == 16
+    pair = figures[4, "pair", "fast"]
+    assert pair["mode"] == "eager" and pair["us"]["median"] > 0 and len(pair["run_medians_us"]) == 2
+    assert figures[16, "combine", "exact"]["copies_bytes"] >= figures[16, "combine", "exact"]["once_bytes"] > 0
+    assert all(bar["met"] is None for bar in written["bars"])
+    header = picture.read_bytes()[:24]
+    width, height = struct.unpack(">II", header[16:24])
+    assert header[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 800
+
+
+def test_ranks_of_torchrun(tmp_path: Path):
+    record = tmp_path / "bench.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "localhost:0", "-m", "crossdock.cli",
+    ]  # fmt: skip
+    arguments = ["bench", "--backend", "all_to_all", "--device", "cpu", *QUICK, "--json", str(record)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=110, env=CLEAN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("figures, all checked before") == 1
+    assert json.loads(record.read_text())["ranks"] == 2
+
+
+def test_one_rank_alone():
+    done = crossdock("bench", "--ranks", "1", "--device", "cpu", "--backend", "local", *QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 cpu ranks; ceilings: copy " in done.stdout
+    assert "local, " in done.stdout
+
+
+BENT = """
+import torch
+from crossdock.backends.all_to_all import AllToAllBackend
+
+class Bent(AllToAllBackend):
+    name = "bent"
+
+    def open(self, spec, link):
+        transport = super().open(spec, link)
+        right = transport.rows_home
+        transport.rows_home = lambda *arguments: right(*arguments) * 2
+        return transport
+"""
+
+
+def test_a_wrong_backend_is_not_timed(tmp_path: Path):
+    metadata = tmp_path / "bent-1.0.dist-info"
+    metadata.mkdir()
+    (tmp_path / "bent.py").write_text(BENT)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bent\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[crossdock.backends]\nbent = bent:Bent\n")
+    done = crossdock("bench", "--device", "cpu", "--backend", "bent", *QUICK, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "is wrong and was not timed: on rank 0: output of combine, set 0: 512 of 512 elements differ" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+WRONG = {
+    "--ranks must be at least 1, got 0": ["--ranks", "0"],
+    "--device must be auto, cpu or cuda, got 'tpu'": ["--device", "tpu"],
+    "--workload must be one of prefill, train": ["--workload", "typo"],
+    "--routing must be one of uniform, zipf, one-hot-rank, got 'x'": ["--routing", "x"],
+    "--capacity must be exact, worst_case, balanced:FACTOR, rows or rows:N, got 'some'": ["--capacity", "some"],
+    "--dtype must be one of bfloat16, float16, float32, got 'int8'": ["--dtype", "int8"],
+    "--sweep must be 'auto' or numbers of tokens such as 16,128,1024, got '1,x'": ["--sweep", "1,x"],
+    "--top-k (9) must not exceed --experts (8)": ["--experts", "8", "--top-k", "9"],
+    "the 7 experts of own do not divide over 2 ranks": ["--experts", "7", "--top-k", "1"],
+    "num_tokens must be at least 1, got 0": ["--tokens", "0"],
+    "--repeats must be at least 1, got 0": ["--repeats", "0"],
+    "own sizes and a sweep start from one --workload, got several": [
+        "--workload", "cpu", "--workload", "cpu-decode", "--tokens", "4",
+    ],
+    "--json /no/such/folder/x.json is in a folder that does not exist": ["--json", "/no/such/folder/x.json"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_values(sentence: str):
+    done = crossdock("bench", *(["--device", "cpu"] if "--device" not in WRONG[sentence] else []), *WRONG[sentence])
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_values_that_turn_out_wrong_on_the_ranks():
+    done = crossdock("bench", "--device", "cpu", "--backend", "typo", *QUICK)
+    assert done.returncode == 2
+    assert "unknown backend 'typo'; known are 'local', 'loopback', 'all_to_all'" in done.stderr
+    refused = crossdock("bench", "--device", "cpu", "--backend", "loopback", *QUICK)
+    assert refused.returncode == 2
+    assert "no backend can serve any workload here: loopback: " in refused.stderr
