@@ -17,6 +17,7 @@ GRADIENTS, NUMERICS = "contract/test_gradients.py", "contract/test_numerics.py"
 PADDING, COMPILE, RECOMPUTE = (f"contract/test_{name}.py" for name in ("padding", "compile", "recompute"))
 AT_OPENING, LIFETIME = "contract/test_opening.py", "contract/test_lifetime.py"
 DISAGREEMENT, ABSENCE, OPENING = (f"faults/test_{name}.py" for name in ("disagreement", "absence", "opening"))
+OVERFLOW, RETRY = "contract/test_overflow.py", "contract/test_retry.py"
 SCENARIOS = "src/crossdock/testing/scenarios"  # run by contract/test_conformance.py on every backend
 
 CAPACITY = "needs a sync-free row capacity, which no backend offers yet"
@@ -96,10 +97,18 @@ CASES: dict[str, list[str] | str] = {
         f"{SCENARIOS}/calls.py::wrong_combines",
         f"{RECOMPUTE}::test_two_dispatches_in_flight_keep_to_their_own_layouts",
     ],
-    "B58": CAPACITY,
+    "B58": [
+        f"{OVERFLOW}::test_an_overflow_is_flagged_where_it_happens_and_told_everywhere",
+        f"{SCENARIOS}/capacity.py::overflow_is_raised_everywhere",
+        f"{OVERFLOW}::test_truncated_steps_are_left_out",
+        f"{RETRY}::test_a_step_that_runs_again_is_the_step_that_had_room",
+    ],
     "B59": CAPACITY,
     "B61": VENDOR,
-    "B62": CAPACITY,
+    "B62": [
+        f"{OVERFLOW}::test_a_capacity_is_agreed_on_by_the_group_and_outlives_its_combines",
+        "contract/test_row_capacity.py::test_a_wrong_histogram_is_ignored_without_a_host_synchronisation",
+    ],
     "B63": GRAPHS,
     "B65": GRAPHS,
     "B66": CAPACITY,
@@ -145,7 +154,7 @@ CASES: dict[str, list[str] | str] = {
     ],
     "B93": [f"{ABSENCE}::test_ranks_that_do_not_take_part"],
     "B94": [f"{ABSENCE}::test_the_limit_is_what_was_set"],
-    "B95": CAPACITY,
+    "B95": [f"{OVERFLOW}::test_a_capacity_is_agreed_on_by_the_group_and_outlives_its_combines"],
     "B96": [f"{LIFETIME}::test_nothing_travels_between_some_ranks"],
     "B97": SYMMETRIC,
     "B98": [f"{AT_OPENING}::test_the_first_call_on_a_fresh_group"],

@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHOWN = {
     "moe_layer.py": "gradient of expert weights   same bits",
+    "sync_free.py": "parameters and optimizer state   same bits",
     "train.py": "loss of the first five steps",
 }
 

@@ -2,7 +2,8 @@
 
 The layers, from the bottom: errors, names and types, which everyone may import; kernels; plain functions (permute,
 rows, reference, capacity, row_capacity, routing, inputs); the ledger; the group and memory; backends; autograd and
-select; the dispatcher; and on top, with public names only, nn, testing, bench and the command line.
+select; the dispatcher; the guard over it (overflow); and on top, with public names only, nn, testing, bench and the
+command line.
 """
 
 from __future__ import annotations
@@ -35,25 +36,50 @@ LAYERS: dict[str, set[str]] = {
     "reference": set(),
     "row_capacity": set(),
     "ledger": {"kernels"},
+    "telemetry": set(),
     "capacity": set(),
     "routing": {"permute"},
     "group": set(),
     "memory": {"group"},
     "backends": {"permute", "rows", "inputs", "memory", "kernels", "group"},
     "recompute": set(),
-    "autograd": {"backends.base", "group", "ordering", "recompute.frames", "row_capacity", "rows"},
+    "eager": set(),
+    "autograd": {"backends.base", "eager", "group", "ordering", "recompute.frames", "row_capacity", "rows"},
     "select": {"backends", "group"},
-    "opened": {"autograd", "backends.base", "group", "inputs", "ledger", "recompute.frames", "row_capacity", "rows"},
+    "padding": {"backends.base"},
+    "opened": {
+        "autograd",
+        "backends.base",
+        "group",
+        "inputs",
+        "ledger",
+        "padding",
+        "recompute.frames",
+        "row_capacity",
+        "rows",
+    },
     "dispatcher": {"inputs", "opened", "autograd", "select", "group", "backends.base", "recompute.frames"},
+    "overflow": {"dispatcher", "group", "ledger", "opened", "row_capacity"},
 }
 # These use what a user may use: the package's own names, and its public modules.
 USERS = {"nn", "testing", "bench", "cli"}
 # `backends.base` is what the author of a backend writes against.
-MODULES = {"backends.base", "capacity", "permute", "recompute", "reference", "routing", "row_capacity", "rows"}
+MODULES = {
+    "backends.base",
+    "capacity",
+    "overflow",
+    "permute",
+    "recompute",
+    "reference",
+    "routing",
+    "row_capacity",
+    "rows",
+    "telemetry",
+}
 PUBLIC = {"", "errors", "types", *MODULES, *USERS} - {"cli"}
 # What is public under another name: the loopback group as `crossdock.testing.LoopbackGroup`. The benchmark probes the
 # link with a kernel of its own, which lives where kernels do.
-HOMES = {"testing": {"backends.loopback"}, "bench": {"kernels.link"}}
+HOMES = {"testing": {"backends.loopback"}, "bench": {"kernels.link"}, "cli": {"kernels.digest"}}
 # The other files are backends, and do not know each other.
 SHARED_BY_BACKENDS = {"base", "wire", "wire_layout", "nccl"}
 
@@ -67,6 +93,8 @@ LIBRARIES = {
     "typer": {"cli"},
     "rich": {"cli"},
     "matplotlib": {"cli"},
+    "prometheus_client": {"telemetry"},
+    "tensorboard": set(),
     "safetensors": {"cli"},
     "pickle": {"testing"},
     "pytest": set(),

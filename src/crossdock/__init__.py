@@ -16,6 +16,7 @@ from .errors import (
     InvalidInput,
     PeerTimeout,
 )
+from .overflow import OverflowGuard
 from .select import Explanation, explain
 from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle, RowCapacity
 
@@ -35,6 +36,7 @@ __all__ = [
     "Explanation",
     "InvalidInput",
     "LayerView",
+    "OverflowGuard",
     "PeerTimeout",
     "RowCapacity",
     "TokenDispatcher",

@@ -1,6 +1,7 @@
 """Dispatch, combine and their adjoints, written once for every backend, as operators of `torch.library`.
 
-The operators are functional, take only tensors, numbers and strings, and find their dispatcher by its key. The
+The operators are functional, take only tensors, numbers and strings, and find their dispatcher by its key. Where nobody
+would see an operator (see `eager.py`), its body runs without it, below one node of autograd with the same adjoint. The
 adjoint of dispatch is an unweighted combine with the same reduction; the adjoint of combine dispatches the gradient.
 `fast`'s inner rounding is passed straight through.
 
@@ -12,6 +13,7 @@ outputs creates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .backends.base import Call, Received, Transport, Weights
+from .eager import is_plain_call
 from .errors import ContractViolation
 from .group.fingerprint import CallFacts
 from .names import decode_name
@@ -84,8 +87,7 @@ def _find(key: str) -> Operable:
 # ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("crossdock::dispatch", mutates_args=())
-def dispatch(
+def _dispatch(
     x: Tensor,
     topk_scores: Tensor,
     topk_expert_ids: Tensor,
@@ -117,6 +119,9 @@ def dispatch(
     return outputs
 
 
+dispatch = torch.library.custom_op("crossdock::dispatch", mutates_args=())(_dispatch)
+
+
 @dispatch.register_fake
 def _(
     x: Tensor,
@@ -145,8 +150,7 @@ def _(
     ]
 
 
-@torch.library.custom_op("crossdock::combine", mutates_args=())
-def combine(
+def _combine(
     rows: Tensor,
     topk_scores: Tensor,
     row_scores: Tensor,
@@ -175,6 +179,9 @@ def combine(
     return _find(key).run(facts, movement)
 
 
+combine = torch.library.custom_op("crossdock::combine", mutates_args=())(_combine)
+
+
 @combine.register_fake
 def _(
     rows: Tensor,
@@ -195,8 +202,7 @@ def _(
 # -----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("crossdock::dispatch_backward", mutates_args=())
-def dispatch_backward(
+def _dispatch_backward(
     grad_rows: Tensor,
     grad_row_scores: Tensor,
     number: Tensor,
@@ -214,6 +220,9 @@ def dispatch_backward(
     return _find(key).run(CallFacts(-1, "dispatch_backward", decode_name(layer), dispatch_number=int(number)), movement)
 
 
+dispatch_backward = torch.library.custom_op("crossdock::dispatch_backward", mutates_args=())(_dispatch_backward)
+
+
 @dispatch_backward.register_fake
 def _(
     grad_rows: Tensor,
@@ -228,8 +237,7 @@ def _(
     return [grad_rows.new_empty(num_tokens, grad_rows.shape[1]), grad_row_scores.new_empty(num_tokens, top_k)]
 
 
-@torch.library.custom_op("crossdock::combine_backward", mutates_args=())
-def combine_backward(
+def _combine_backward(
     grad_out: Tensor,
     rows: Tensor,
     row_scores: Tensor,
@@ -257,6 +265,9 @@ def combine_backward(
     )
 
 
+combine_backward = torch.library.custom_op("crossdock::combine_backward", mutates_args=())(_combine_backward)
+
+
 @combine_backward.register_fake
 def _(
     grad_out: Tensor,
@@ -279,6 +290,7 @@ def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
     ctx.num_tokens, ctx.hidden_dim, ctx.dtype = x.shape[0], x.shape[1], x.dtype
     _, row_scores, _, _, number, _, *layout = output
     ctx.save_for_backward(layer, row_scores, number, *layout)
+    ctx.mark_non_differentiable(*output[2:])  # else a layout of floats would lead a combine's backward back here
     ctx.set_materialize_grads(False)  # else every integer output would get a gradient of zeros
 
 
@@ -289,9 +301,8 @@ def _dispatch_adjoint(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ..
         grad_rows = row_scores.new_zeros(row_scores.shape[0], ctx.hidden_dim, dtype=ctx.dtype)
     if grad_scores is None:
         grad_scores = torch.zeros_like(row_scores)
-    dx, dscores = dispatch_backward(
-        grad_rows.contiguous(), grad_scores.contiguous(), number, layout, ctx.key, layer, ctx.num_tokens
-    )
+    run = _without_operator(_dispatch_backward, grad_rows, grad_scores) or dispatch_backward
+    dx, dscores = run(grad_rows.contiguous(), grad_scores.contiguous(), number, layout, ctx.key, layer, ctx.num_tokens)
     needs_x, needs_scores = ctx.needs_input_grad[:2]
     return dx if needs_x else None, dscores if needs_scores else None, None, None, None, None, None, None, None
 
@@ -304,7 +315,8 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _combine_adjoint(ctx: Any, grads: Sequence[Tensor]) -> tuple[Any, ...]:
     layer, rows, row_scores, rows_end, number, *layout = ctx.saved_tensors
-    grad_rows, dscores = combine_backward(
+    run = _without_operator(_combine_backward, grads[0], rows) or combine_backward
+    grad_rows, dscores = run(
         grads[0].contiguous(), rows, row_scores, rows_end, number, layout, ctx.key, layer, ctx.apply_scores
     )
     needs_rows, needs_scores = ctx.needs_input_grad[:2]
@@ -324,3 +336,82 @@ dispatch_backward.register_autograd(_refuse_double_backward)
 combine_backward.register_autograd(_refuse_double_backward)
 _OPERATORS = (dispatch, combine, dispatch_backward, combine_backward)
 register_ordered(_OPERATORS)
+
+
+# -- without the operators, where nobody would see them
+# -----------------------------------------------------------------------------------------------------------
+
+
+def call_dispatch(*inputs: Any) -> Sequence[Tensor]:
+    """`dispatch`, with all inputs but the last one: whether a compiler traces this call."""
+    if not is_plain_call(*inputs[:4]):
+        outputs: Sequence[Tensor] = dispatch(*inputs, torch.compiler.is_compiling())
+    elif torch.is_grad_enabled():
+        outputs = _DispatchNode.apply(*inputs, False)  # type: ignore[no-untyped-call]
+    else:
+        outputs = _below(_dispatch, *inputs, False)
+    return outputs
+
+
+def call_combine(
+    rows: Tensor,
+    topk_scores: Tensor,
+    row_scores: Tensor,
+    rows_end: Tensor,
+    number: Tensor,
+    layout: Sequence[Tensor],
+    *rest: Any,
+) -> Tensor:
+    """`combine`, and of its outputs the only one."""
+    if not is_plain_call(rows, topk_scores, row_scores):
+        outputs: Sequence[Tensor] = combine(rows, topk_scores, row_scores, rows_end, number, list(layout), *rest)
+    elif torch.is_grad_enabled():
+        flat = (rows, topk_scores, row_scores, rows_end, number, *layout, *rest)
+        outputs = _CombineNode.apply(*flat)  # type: ignore[no-untyped-call]
+    else:
+        outputs = _below(_combine, rows, topk_scores, row_scores, rows_end, number, layout, *rest)
+    return outputs[0]
+
+
+def _without_operator(body: Callable[..., list[Tensor]], *moved: Tensor) -> Callable[..., list[Tensor]] | None:
+    """The body of an adjoint's operator; None where the operator is needed, as it is to refuse a second derivative."""
+    return None if torch.is_grad_enabled() or not is_plain_call(*moved) else partial(_below, body)
+
+
+def _below(body: Callable[..., list[Tensor]], *inputs: Any) -> list[Tensor]:
+    """Run a body as its operator does: autograd sees nothing of what it does."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return body(*inputs)
+
+
+class _DispatchNode(torch.autograd.Function):
+    """`dispatch` in a graph of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = _below(_dispatch, *inputs)
+        _dispatch_setup(ctx, inputs, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _dispatch_adjoint(ctx, grads)
+
+
+_FIRST, _LAST = 5, -4  # of a combine's inputs: what stands before and behind its layout, as a node takes it: unpacked
+
+
+class _CombineNode(torch.autograd.Function):
+    """`combine` in a graph of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *flat: Any) -> tuple[Tensor, ...]:
+        inputs = (*flat[:_FIRST], flat[_FIRST:_LAST], *flat[_LAST:])
+        outputs = _below(_combine, *inputs)
+        _combine_setup(ctx, inputs, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needed = _combine_adjoint(ctx, grads)
+        return (*needed[:_FIRST], *needed[_FIRST], *needed[_FIRST + 1 :])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from .errors import ConfigError, ContractViolation
 from .group.members import resolve_members
 from .inputs import check_before_casting, check_combine
 from .names import decode_name, encode_name
-from .opened import OpenDispatcher
+from .opened import open_first
 from .recompute.frames import count_dispatch
 from .select import choose, make_spec
-from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle
+from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle, OnOverflow, check_choice
+
+_T = TypeVar("_T")
 
 
 class TokenDispatcher:
@@ -61,15 +65,26 @@ class TokenDispatcher:
             raise ConfigError(f"config must be a DispatcherConfig, got {type(config).__name__}")
         members = resolve_members(group, device)
         spec = make_spec(config, members)
-        chosen = choose(config, spec, members, backend)
+        chosen, self._open = open_first(config, members, spec, choose(config, spec, members, backend))
         self._backend_name = chosen.name
-        self._open = OpenDispatcher(config, members, spec, chosen)
+        self._group = group
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def layer(self, name: str) -> LayerView:
-        """A light view for one layer; its name is in every error. Any number of views share this dispatcher."""
-        return LayerView(self, encode_name(name))
+    def layer(self, name: str, *, on_overflow: OnOverflow | None = None) -> LayerView:
+        """A light view for one layer; its name is in every error. Any number of views share this dispatcher.
+
+        `on_overflow` is this layer's own policy from now on, in every view of that name; None leaves it as it is, at
+        first the configuration's.
+
+        Raises:
+            ConfigError: an `on_overflow` that does not exist.
+        """
+        view = LayerView(self, encode_name(name))
+        if on_overflow is not None:
+            check_choice("on_overflow", on_overflow, ("raise", "skip_step", "drop"))
+            self._open.set_policy(name, on_overflow)
+        return view
 
     def dispatch(
         self,
@@ -104,9 +119,19 @@ class TokenDispatcher:
         return self._open.config
 
     @property
+    def group(self) -> Any:
+        """What it was opened over, as it was passed; None stands for the default group, or one rank alone."""
+        return self._group
+
+    @property
     def backend_name(self) -> str:
         """The backend that serves."""
         return self._backend_name
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of persistent storage for communication on this rank, all allocated when it was opened."""
+        return self._open.transport.workspace_bytes
 
     @property
     def device(self) -> torch.device | None:
@@ -136,8 +161,9 @@ class TokenDispatcher:
         Raises:
             CapacityOverflow: rows were dropped, under `on_overflow="raise"`; all peers raise it too.
             InvalidInput: expert ids that only the device could see.
+            ContractViolation, PeerTimeout: of a call for which the host did not wait.
         """
-        self._open.touch()
+        self._open.check()
 
     def stats(self) -> DispatcherStats:
         """What this rank has done so far; on a GPU it waits for the device. Raises what `check` raises."""
@@ -146,12 +172,24 @@ class TokenDispatcher:
         self._open.look()  # the device has come to here by now
         return stats
 
-    def close(self) -> None:
+    def close(self, *, graphs_destroyed: bool = False) -> None:
         """Free everything. Idempotent, waits for no peer, and may come before or after `destroy_process_group`.
+
+        Where a CUDA graph has captured a call, its storage stays mapped for as long as the process lives, and a warning
+        says so: a replay may still come. With `graphs_destroyed=True` you say that none will, and all is freed.
 
         Raises:
             CapacityOverflow, InvalidInput: as `check`, where nothing has told of it before; all is freed then as well.
         """
+        if graphs_destroyed:
+            self._open.allow_unmapping()
+        elif self._open.is_captured and self._open.close.alive:
+            warnings.warn(
+                "a CUDA graph has captured calls of this dispatcher, so its storage stays mapped: once the graph is"
+                " gone, close(graphs_destroyed=True) frees it",
+                ResourceWarning,
+                stacklevel=2,
+            )
         try:
             if self._open.close.alive and self._open.session.fault is None:
                 self._open.look()
@@ -168,6 +206,22 @@ class TokenDispatcher:
             self.close()
         else:
             self._open.close()
+
+    def calibrate(self, step: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Run `step` (a forward, say) with `exact` dispatches, and size every layer by the most it asked for in it.
+
+        For `row_capacity` calibrated, on all ranks alike, with batches as large and as skewed as they come. Layers that
+        do not dispatch in `step` measure their next eager dispatch. Under the other kinds nothing is calibrated, which
+        a warning says. Returns what `step` returns.
+        """
+        capacity = self.config.row_capacity
+        if capacity.kind != "calibrated":
+            warnings.warn(
+                f"row_capacity {capacity} is fixed by the configuration: nothing is calibrated, and no factor applies",
+                stacklevel=2,
+            )
+            return step(*args, **kwargs)
+        return self._open.calibrate(lambda: step(*args, **kwargs))
 
     def recalibrate(self) -> None:
         """Let every layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
@@ -233,10 +287,11 @@ class LayerView:
             ContractViolation, PeerTimeout: ranks that differ, or are missing.
         """
         check_before_casting(self._open.config, x, topk_scores, topk_expert_ids, num_tokens_per_rank)
-        scores = topk_scores.to(torch.float32, copy=True)  # the handle outlives what the caller does to its tensor
+        # A copy in any case: the handle outlives what the caller does to its tensor.
+        scores = topk_scores.clone() if topk_scores.dtype == torch.float32 else topk_scores.to(torch.float32)
         bound = -1 if num_tokens_per_rank is None else num_tokens_per_rank
         count_dispatch(self._open.key, self)
-        rows, row_scores, counts, offsets, number, rows_end, *layout = autograd.dispatch(
+        rows, row_scores, counts, offsets, number, rows_end, *layout = autograd.call_dispatch(
             x,
             scores,
             topk_expert_ids,
@@ -245,14 +300,13 @@ class LayerView:
             self._open.key,
             self._encoded_name,
             bound,
-            torch.compiler.is_compiling(),
         )
         handle = DispatchHandle(
             encoded_layer=self._encoded_name,
             num_tokens=x.shape[0],
             num_rows=rows.shape[0],
             topk_scores=scores,
-            row_scores=row_scores.detach().clone(),
+            row_scores=(row_scores.detach() if row_scores.requires_grad else row_scores).clone(),
             rows_end=rows_end,
             dispatch_number=number,
             dispatcher_key=self._open.key,
@@ -273,19 +327,18 @@ class LayerView:
             ContractViolation, PeerTimeout: ranks that differ, or are missing.
         """
         check_combine(self._open.config, self._open.key, rows, handle, apply_scores)
-        outputs: list[Tensor] = autograd.combine(
+        out = autograd.call_combine(
             rows,
             handle.topk_scores,
             handle.row_scores,
             handle.rows_end,
             handle.dispatch_number,
-            list(handle.layout),
+            handle.layout,
             self._anchor(),
             self._open.key,
             self._encoded_name,
             apply_scores,
         )
-        (out,) = outputs
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
             self._open.note_combined(handle, out.grad_fn)
         return out

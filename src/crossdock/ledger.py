@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from .errors import ContractViolation
-from .types import LayerStats
+from .types import LayerStats, OnOverflow
 
 # A layer's words, then one for each local expert: rows wanted.
-CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, BY_EXPERT = range(8)
-# The words of trouble, counted over all layers; layer, demand and capacity are of the first overflow.
+CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, PEAK, OVERFLOW_PEAK, BY_EXPERT = range(10)
+# The words of trouble, counted over all layers; layer, demand and capacity are of the first overflow to be raised.
 OVERFLOW, LAYER, FIRST_DEMAND, FIRST_CAPACITY, BAD_IDS, REPEATS, NUM_TROUBLES = range(7)
+TOKENS_OF_PEAK = 2**20  # a peak is a demand per so many tokens: one number that is compared across calls and ranks
 _LAYERS_PER_PAGE = 128
 
 
@@ -34,6 +35,8 @@ class Entry(NamedTuple):
         kept: `[e]` int64: rows that fit.
         expert_offsets: `[e]` int32: inclusive padded ends of what fits.
         bad_ids: `[ep_size]` int64: ids outside the range.
+        num_tokens_per_rank: the bound of this call on every rank's tokens.
+        on_overflow: the layer's policy.
     """
 
     layer: str
@@ -43,13 +46,20 @@ class Entry(NamedTuple):
     kept: Tensor
     expert_offsets: Tensor
     bad_ids: Tensor
+    num_tokens_per_rank: int = 1
+    on_overflow: OnOverflow = "raise"
+
+    @property
+    def policy(self) -> int:
+        """`on_overflow` as a number: 0 counts, 1 flags as well, 2 raises as well."""
+        return ("drop", "skip_step", "raise").index(self.on_overflow)
 
 
 class Trouble(NamedTuple):
     """What the ledger has counted that somebody has to be told of; `layer` and the two sizes are the first overflow's.
 
     Attributes:
-        overflows: dispatches of which rows were dropped.
+        overflows: dispatches of which rows were dropped, under `on_overflow="raise"`.
         layer: where.
         demand: rows, padding included, that it asked for.
         capacity: rows it was sized to.
@@ -69,8 +79,8 @@ class Ledger(ABC):
     """The accounts of one dispatcher.
 
     Attributes:
-        overflowed: `[1]` float32 on the device: 1 once a dispatch has dropped rows, like torch's `found_inf`; whoever
-            skips a step on it sets it back to 0.
+        overflowed: `[1]` float32 on the device: 1 once a dispatch has dropped rows, under another policy than "drop",
+            like torch's `found_inf`; `take` sets it back to 0.
     """
 
     def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
@@ -101,6 +111,23 @@ class Ledger(ABC):
     @abstractmethod
     def _words(self) -> list[list[int]]:
         """Every layer's words, by place; waits for the device."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Every layer that has dispatched, in that order."""
+        return list(self._place_of_layer)
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """What has come since the last call, for whoever decides on a step, and forget it; does not wait.
+
+        `[1 + 2 L]` int64 on the device for L layers: whether rows were dropped; by layer the largest demand (rows with
+        padding per 2**20 tokens of the call's bound) of those dispatches; and that of all dispatches.
+        """
+
+    @abstractmethod
+    def forget_fill(self, layer: str) -> None:
+        """Begin a layer's largest demand anew: its capacity has changed."""
 
     def stats(self) -> dict[str, LayerStats]:
         """Every layer's account, in one copy from the device."""
@@ -143,12 +170,30 @@ class HostLedger(Ledger):
         if is_tighter(demand, entry.capacity, words[DEMAND], words[CAPACITY]):
             words[DEMAND], words[CAPACITY] = demand, entry.capacity
         words[BY_EXPERT:] = [before + rows for before, rows in zip(words[BY_EXPERT:], wanted, strict=True)]
-        if overflows:
+        peak = -(-(demand * TOKENS_OF_PEAK) // entry.num_tokens_per_rank)
+        words[PEAK] = max(words[PEAK], peak)
+        if overflows and entry.policy > 0:
             self.overflowed.fill_(1.0)
+            words[OVERFLOW_PEAK] = max(words[OVERFLOW_PEAK], peak)
+        if overflows and entry.policy > 1:
             if not self._trouble.overflows:
                 self._trouble = self._trouble._replace(layer=entry.layer, demand=demand, capacity=entry.capacity)
             self._trouble = self._trouble._replace(overflows=self._trouble.overflows + 1)
         return entry.expert_offsets[-1:].to(torch.int64)
+
+    def take(self) -> Tensor:
+        pages = self._pages
+        peaks = [words[place] for place in (OVERFLOW_PEAK, PEAK) for words in pages]
+        taken = torch.tensor([int(self.overflowed), *peaks], device=self.overflowed.device)
+        self.overflowed.zero_()
+        for words in pages:
+            words[PEAK] = words[OVERFLOW_PEAK] = 0
+        return taken
+
+    def forget_fill(self, layer: str) -> None:
+        if layer in self._place_of_layer:
+            words = self._pages[self._place_of_layer[layer]]
+            words[DEMAND] = words[CAPACITY] = 0
 
     def note_repeats(self, expert_ids: Tensor) -> None:
         """On a CPU they were refused."""
@@ -164,11 +209,11 @@ class HostLedger(Ledger):
 
 
 def is_tighter(demand: int, capacity: int, demand_before: int, capacity_before: int) -> bool:
-    """Whether a demand takes up more of its capacity than the one before; where there is none, whether it is larger."""
+    """Whether a demand takes up more of its capacity than the one before; of two without one, the larger does."""
     if capacity_before == 0:  # nothing has come before
         return True
     if capacity < 0 or capacity_before < 0:
-        return demand > demand_before
+        return capacity > 0 or (capacity_before < 0 and demand > demand_before)
     return demand * capacity_before > demand_before * capacity
 
 
@@ -188,6 +233,19 @@ class DeviceLedger(Ledger):
         words = self._pages[place // _LAYERS_PER_PAGE][place % _LAYERS_PER_PAGE]
         books = (words, self._troubles, self._told, self.overflowed)
         return launch_tally(entry, books, place, self.alignment)
+
+    def take(self) -> Tensor:
+        words = torch.cat(self._pages)[: len(self._place_of_layer)]
+        taken = torch.cat([self.overflowed.to(torch.int64), words[:, OVERFLOW_PEAK], words[:, PEAK]])
+        self.overflowed.zero_()
+        for page in self._pages:
+            page[:, PEAK : OVERFLOW_PEAK + 1].zero_()
+        return taken
+
+    def forget_fill(self, layer: str) -> None:
+        if layer in self._place_of_layer:
+            place = self._place_of_layer[layer]
+            self._pages[place // _LAYERS_PER_PAGE][place % _LAYERS_PER_PAGE, DEMAND : CAPACITY + 1].zero_()
 
     def note_repeats(self, expert_ids: Tensor) -> None:
         from .kernels.repeats import launch_count_repeats

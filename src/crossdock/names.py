@@ -33,4 +33,4 @@ def encode_name(name: str) -> torch.Tensor:
 
 def decode_name(encoded: torch.Tensor) -> str:
     """The name that `encode_name` encoded."""
-    return bytes(encoded.tolist()).rstrip(b"\0").decode()
+    return encoded.numpy().tobytes().rstrip(b"\0").decode()

@@ -6,30 +6,40 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import autograd
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
-from .errors import ContractViolation
+from .errors import BackendUnavailable, ContractViolation
 from .group.fingerprint import CallFacts
 from .group.members import Members
 from .group.session import Session
 from .inputs import check_dispatch, check_distinct_experts, check_expert_ids, check_local_counts, refuse_late
 from .ledger import DeviceLedger, Entry, HostLedger, open_ledger
 from .names import encode_name
+from .padding import open_transport
 from .recompute.frames import Replay
 from .row_capacity import Calibration, Size, resolve_num_rows, tokens_of_call, what_to_change
 from .rows import zero_tail
-from .types import DispatcherConfig, DispatcherStats, DispatchHandle
+from .types import DispatcherConfig, DispatcherStats, DispatchHandle, OnOverflow
 
+_SIZES_REMEMBERED = 1024
 _key_numbers = itertools.count()
 _T = TypeVar("_T")
+
+
+class Guard(Protocol):
+    """What keeps truncated steps from being applied (see `overflow/`)."""
+
+    def num_skipped(self) -> int:
+        """Steps that it did not apply; waits for the device."""
 
 
 class OpenDispatcher:
@@ -51,11 +61,17 @@ class OpenDispatcher:
         # Graph nodes of the combines of every handle that still lives: what `join_backward` goes back from.
         self._combined: weakref.WeakKeyDictionary[DispatchHandle, list[Any]] = weakref.WeakKeyDictionary()
         self._calibrations: dict[str, Calibration] = {}
+        self._resolve_num_rows = lru_cache(_SIZES_REMEMBERED)(partial(resolve_num_rows, config, spec.ep_size))
+        self._is_calibrating = False
+        self._policies: dict[str, OnOverflow] = {}  # of layers with one of their own
+        self.guard: weakref.ref[Guard] | None = None
         self._ledger = None if members.device is None else self._open_ledger(members.device)
         self._told = (0, 0, 0)  # of the ledger's troubles
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_stream_handle = 0  # of it
         self.nameless = encode_name("")
-        self.close = weakref.finalize(self, _close, self.session, self.transport, os.getpid())
+        self._use = _Use()
+        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
         autograd.register(self.key, self)
 
     def run_dispatch(
@@ -71,11 +87,10 @@ class OpenDispatcher:
         """Body of the dispatch operator; arguments are those of `LayerView.dispatch`, scores float32."""
         self._check(x, scores, expert_ids, local_counts, facts)
         self.touch()
-        if self.config.equal_token_counts:
-            facts = replace(facts, num_tokens=x.shape[0])
         num_rows = self._rows_of_call(x, facts, compiled)
-        facts = replace(facts, num_rows=-1 if num_rows is None else num_rows)
-        ids = expert_ids.to(torch.int64)
+        num_tokens = x.shape[0] if self.config.equal_token_counts else -1
+        facts = facts._replace(num_tokens=num_tokens, num_rows=-1 if num_rows is None else num_rows)
+        ids = expert_ids if expert_ids.dtype is torch.int64 else expert_ids.to(torch.int64)
 
         def movement(transport: Transport, call: Call) -> tuple[Tensor, Received]:
             received = transport.dispatch(x, scores, ids, num_rows, call)
@@ -83,7 +98,7 @@ class OpenDispatcher:
                 self._calibrate(facts, x.shape[0], transport.agree_max(received.rows.shape[0], call))
             return self._note(x, ids, facts, received), received
 
-        number = torch.tensor([self.session.num_calls], device="cpu")
+        number = torch.full((1,), self.session.num_calls, dtype=torch.int64, device="cpu")
         rows_end, received = self.run(facts, movement)
         return number, rows_end, received
 
@@ -99,7 +114,7 @@ class OpenDispatcher:
             self.zero_tail(rows, recorded.rows_end)
             return [rows, *recorded.again()]
 
-        return self.run(replace(facts, operation="redispatch", dispatch_number=replay.number), movement)
+        return self.run(facts._replace(operation="redispatch", dispatch_number=replay.number), movement)
 
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
         """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
@@ -115,6 +130,42 @@ class OpenDispatcher:
         else:
             self._calibrations.pop(layer, None)
 
+    def calibrate(self, step: Callable[[], _T]) -> _T:
+        """See `TokenDispatcher.calibrate`."""
+        self._calibrations.clear()
+        self._is_calibrating = True
+        try:
+            return step()
+        finally:
+            self._is_calibrating = False
+
+    def calibration_of(self, layer: str) -> Calibration | None:
+        """What a layer is sized by, if it is calibrated."""
+        return self._calibrations.get(layer)
+
+    def resize(self, layer: str, calibration: Calibration) -> None:
+        """Size a layer by something else from the next dispatch on; on all ranks at the same call."""
+        self._calibrations[layer] = calibration
+        self.ledger.forget_fill(layer)
+
+    def set_policy(self, layer: str, on_overflow: OnOverflow) -> None:
+        """Give a layer an `on_overflow` of its own."""
+        self._policies[layer] = on_overflow
+
+    def may(self, on_overflow: OnOverflow) -> bool:
+        """Whether an overflow of some layer would be treated so."""
+        return on_overflow in (self.config.on_overflow, *self._policies.values())
+
+    def take_news(self, device: torch.device) -> Tensor:
+        """`Ledger.take`, for a step that has come to its end; its first word is 2 where a call was given up."""
+        if self._ledger is None:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        self._follow_stream()
+        news, fault = self._ledger.take(), self.transport.fault_flag()
+        if fault is not None:
+            news[:1] = torch.maximum(news[:1], (fault != 0).to(torch.int64) * 2)
+        return news
+
     def run(self, facts: CallFacts, movement: Callable[[Transport, Call], _T]) -> _T:
         """Body of every operator: one numbered, compared call."""
         if facts.operation == "combine":
@@ -122,8 +173,7 @@ class OpenDispatcher:
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
-            call = Call(facts=numbered, words=tuple(numbered.words()), verify=self.session.verify)
-            return movement(self.transport, call)
+            return movement(self.transport, Call(numbered, self.session.state.words, self.session.verify))
 
     def note_combined(self, handle: DispatchHandle, node: Any) -> None:
         """Remember, weakly, the graph node of a combine's output."""
@@ -158,6 +208,11 @@ class OpenDispatcher:
         self.session.raise_fault()
         self.look()
 
+    def check(self) -> None:
+        """`touch`, and what the transport knows of calls for which no host has waited."""
+        self.touch()
+        self.session.probe(self.transport.look)
+
     def look(self) -> None:
         """`touch` without the first fault."""
         if self._ledger is None:
@@ -166,13 +221,14 @@ class OpenDispatcher:
         if news == self._told or self._ledger.is_capturing():
             return
         before, self._told = self._told, news
-        if self.config.on_overflow == "raise" and news[0] > before[0]:
+        if news[0] > before[0]:
             self._overflow()
         refuse_late(news[1] - before[1], news[2] - before[2], self.config.num_experts)
 
     def stats(self) -> DispatcherStats:
         """See `TokenDispatcher.stats`."""
         sent, sent_rows = self.transport.bytes_sent()
+        guard = None if self.guard is None else self.guard()
         layers = {} if self._ledger is None else self._ledger.stats()
         return DispatcherStats(
             calls=self.session.num_calls,
@@ -181,6 +237,7 @@ class OpenDispatcher:
             host_syncs=self.transport.num_host_syncs(),
             sent_bytes=sent,
             sent_rows_bytes=sent_rows,
+            skipped_steps=0 if guard is None else guard.num_skipped(),
             layers=layers,
         )
 
@@ -202,7 +259,7 @@ class OpenDispatcher:
         if capacity.kind == "exact":
             return None
         measured = self._calibrations.get(facts.layer)
-        if capacity.kind == "calibrated" and measured is None:
+        if capacity.kind == "calibrated" and (measured is None or self._is_calibrating):
             if compiled or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 raise ContractViolation(
                     f"layer {facts.layer!r} is not calibrated yet: row_capacity {capacity} measures the first eager"
@@ -210,13 +267,16 @@ class OpenDispatcher:
                 )
             return None
         tokens = tokens_of_call(self.config, x.shape[0], facts.num_tokens_per_rank)
-        return int(resolve_num_rows(self.config, self.spec.ep_size, tokens, measured))
+        return int(self._resolve_num_rows(tokens, measured))
 
     def _calibrate(self, facts: CallFacts, num_tokens: int, most_rows: int) -> None:
         """Keep what all ranks have agreed on; where nothing came, the next dispatch tries again."""
         tokens = int(tokens_of_call(self.config, num_tokens, facts.num_tokens_per_rank))
-        if most_rows:
-            self._calibrations[facts.layer] = Calibration(most_rows, tokens)
+        seen, before = Calibration(most_rows, tokens), self._calibrations.get(facts.layer)
+        if most_rows and (before is None or seen.exceeds(before)):
+            self._calibrations[facts.layer] = seen
+            if self._ledger is not None:
+                self._ledger.forget_fill(facts.layer)
 
     def _note(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
         """Enter a dispatch into the ledger and finish its tail; the end of its rows."""
@@ -224,7 +284,11 @@ class OpenDispatcher:
             self.device, self._ledger = x.device, self._open_ledger(x.device)
         wanted, bad_ids = received.demand
         kept, ends = received.tokens_per_expert, received.expert_offsets
-        rows_end = self._ledger.enter(Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids))
+        bound = int(tokens_of_call(self.config, x.shape[0], facts.num_tokens_per_rank))
+        policy = self._policies.get(facts.layer, self.config.on_overflow)
+        rows_end = self._ledger.enter(
+            Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids, max(bound, 1), policy)
+        )
         if self.config.distinct_experts:
             self._ledger.note_repeats(expert_ids)
         if facts.num_rows >= 0 and self.config.zero_tail:
@@ -239,19 +303,56 @@ class OpenDispatcher:
         self.session.break_off(
             f"layer {trouble.layer!r} on rank {self.spec.rank}: a dispatch asked for {trouble.demand} rows, and"
             f" row_capacity {self.config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
-            f" {what_to_change(self.config, trouble.demand, trouble.capacity)}; there is no guard, so a step may have"
-            " been applied"
+            f" {what_to_change(self.config, trouble.demand, trouble.capacity)}; {_applied(self.guard)}"
         )
         self.transport.abandon()
         self.session.raise_fault()
 
+    def allow_unmapping(self) -> None:
+        """All graphs that were captured are gone: `close` may free what they use."""
+        self._use.captured = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph has captured a call, and may still be there."""
+        return self._use.captured
+
     def _follow_stream(self) -> None:
         """Calls are ordered on the device too: a call on another stream waits for what the last one's had to do."""
-        if self.device is not None and self.device.type == "cuda":
-            stream, last = torch.cuda.current_stream(self.device), self._last_stream
-            if last is not None and last != stream and _is_captured(stream) == _is_captured(last):
-                stream.wait_stream(last)  # what a graph captures waits for nothing outside of it: its replay is a call
-            self._last_stream = stream
+        if self.device is None or self.device.type != "cuda":
+            return
+        handle, last = torch._C._cuda_getCurrentRawStream(self.device.index), self._last_stream
+        if last is not None and handle == self._last_stream_handle:
+            self._use.captured = self._use.captured or torch.cuda.is_current_stream_capturing()
+            return
+        stream = torch.cuda.current_stream(self.device)
+        is_captured = _is_captured(stream)
+        self._use.captured |= is_captured
+        if last is not None and is_captured == _is_captured(last):
+            stream.wait_stream(last)  # what a graph captures waits for nothing outside of it: its replay is a call
+        self._last_stream, self._last_stream_handle = stream, handle
+
+
+def _applied(guard: weakref.ref[Guard] | None) -> str:
+    if guard is None or guard() is None:
+        return "there is no guard, so a step may have been applied"
+    return "the guard applies no step that lacks rows"
+
+
+def open_first(
+    config: DispatcherConfig, members: Members, spec: TransportSpec, backends: Sequence[Backend]
+) -> tuple[Backend, OpenDispatcher]:
+    """Open with the first backend that can be opened; one that cannot says so on all ranks alike.
+
+    Raises:
+        BackendUnavailable: what the last one said.
+        PeerTimeout, ContractViolation: see `OpenDispatcher`.
+    """
+    *others, last = backends
+    for backend in others:
+        with suppress(BackendUnavailable):
+            return backend, OpenDispatcher(config, members, spec, backend)
+    return last, OpenDispatcher(config, members, spec, last)
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:
@@ -268,14 +369,28 @@ def _open(
     link = Link(members=members, store_prefix=prefix, on_expiry=session.expire)
     try:
         with session.call(CallFacts(-1, "dispatch", "opening")):
-            return session, backend.open(spec, link)
+            return session, open_transport(backend, spec, link)
     except BaseException:
         session.close()
         raise
 
 
-def _close(session: Session, transport: Transport, pid: int) -> None:
+@dataclass
+class _Use:
+    """Whether a graph has captured calls of a dispatcher."""
+
+    captured: bool = False
+
+
+_mapped_for_graphs: list[Transport] = []  # of closed dispatchers, whose storage graphs may still use
+
+
+def _close(session: Session, transport: Transport, use: _Use, pid: int) -> None:
     if os.getpid() != pid:  # a forked child: the links are its parent's
         return
     session.close()
-    transport.close()
+    if use.captured:
+        transport.abandon()
+        _mapped_for_graphs.append(transport)
+    else:
+        transport.close()

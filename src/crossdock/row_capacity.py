@@ -31,6 +31,37 @@ class Calibration:
     num_rows: int
     num_tokens_per_rank: int
 
+    def exceeds(self, other: Calibration) -> bool:
+        """Whether it has more rows per token."""
+        return self.num_rows * other.num_tokens_per_rank > other.num_rows * self.num_tokens_per_rank
+
+
+def fitted(config: DispatcherConfig, seen: Calibration) -> Calibration:
+    """What to size a `calibrated` layer by, so that it has room for what was `seen` whatever its factor.
+
+    >>> from .types import RowCapacity
+    >>> def config(factor):
+    ...     return DispatcherConfig(num_experts=4, top_k=3, hidden_dim=8, dtype=torch.float32,
+    ...         num_max_tokens_per_rank=64, row_capacity=RowCapacity.calibrated(factor))
+    >>> fitted(config(1.5), Calibration(31, 20)), fitted(config(0.5), Calibration(31, 20))
+    (Calibration(num_rows=31, num_tokens_per_rank=20), Calibration(num_rows=62, num_tokens_per_rank=20))
+    """
+    factor = min(_factor_of(config), Fraction(1))
+    return Calibration(math.ceil(seen.num_rows / factor), seen.num_tokens_per_rank)
+
+
+def has_room(config: DispatcherConfig, measured: Calibration, seen: Calibration, share: float = 1.0) -> bool:
+    """Whether `share` of a layer's capacity, sized by `measured`, fits what was `seen`; room for padding left aside.
+
+    >>> from .types import RowCapacity
+    >>> config = DispatcherConfig(num_experts=4, top_k=3, hidden_dim=8, dtype=torch.float32,
+    ...     num_max_tokens_per_rank=64, row_capacity=RowCapacity.calibrated(1.5))
+    >>> [has_room(config, Calibration(10, 4), Calibration(rows, 8)) for rows in (30, 31)]
+    [True, False]
+    """
+    there_is = _factor_of(config) * _fraction(share) * measured.num_rows * seen.num_tokens_per_rank
+    return seen.num_rows * measured.num_tokens_per_rank <= there_is
+
 
 def tokens_of_call(config: DispatcherConfig, num_tokens: Size, num_tokens_per_rank: Size) -> Size:
     """The bound of a sync-free call on any rank's tokens; `num_tokens_per_rank` is negative where it was left out."""
@@ -90,6 +121,11 @@ def what_to_change(config: DispatcherConfig, demand: int, capacity: int) -> str:
         return f"raise its fraction to at least {min(needed, 1.0):g} (at 1.0 it never overflows)"
     again = ", or call recalibrate()" if kind == "calibrated" else ""
     return f"raise its factor to at least {needed:g}{again}"
+
+
+def _factor_of(config: DispatcherConfig) -> Fraction:
+    assert config.row_capacity.value is not None  # of the kinds that have a factor
+    return _fraction(config.row_capacity.value)
 
 
 def _fraction(value: float) -> Fraction:

@@ -72,25 +72,28 @@ def known_backends() -> dict[str, Backend]:
     return known
 
 
-def choose(config: DispatcherConfig, spec: TransportSpec, members: Members, backend: str | Backend) -> Backend:
-    """The backend that will serve: the named or given one, or the first usable one for "auto".
+def choose(config: DispatcherConfig, spec: TransportSpec, members: Members, backend: str | Backend) -> list[Backend]:
+    """The backend that will serve: the named or given one; for "auto" the usable ones, the first choice first.
+
+    What a backend can only find out together with its peers, when it opens, is not looked at.
 
     Raises:
         ConfigError: an unknown name, or a configuration that the group cannot have.
         BackendUnavailable: it cannot serve here; a backend asked for by name is never replaced by another.
     """
     if isinstance(backend, Backend):
-        return _serving(backend, config, spec, members)
+        return [_serving(backend, config, spec, members)]
+    known = known_backends()
     if backend != "auto":
-        known = known_backends()
         if backend not in known:
             raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, ('auto', *known)))}")
-        return _serving(known[backend], config, spec, members)
-    known = known_backends()
-    explanation = _explain(config, spec, members, known)
-    if explanation.chosen is None:
+        return [_serving(known[backend], config, spec, members)]
+    candidates = _candidates(config, spec, members, known)
+    usable = _usable(candidates, members, known)
+    if not usable:
+        explanation = Explanation(None, candidates)
         raise BackendUnavailable("auto", "no backend can serve this configuration on this group:\n" + str(explanation))
-    return known[explanation.chosen]
+    return [known[name] for name in usable]
 
 
 def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
@@ -121,12 +124,24 @@ def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
 
 
 def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]) -> Explanation:
-    candidates = tuple(
+    candidates = _candidates(config, spec, members, known)
+    usable = _usable(candidates, members, known)
+    return Explanation(usable[0] if usable else None, candidates)
+
+
+def _candidates(
+    config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]
+) -> tuple[Candidate, ...]:
+    return tuple(
         Candidate(name, _why_not(backend, config, spec, members), backend.traits) for name, backend in known.items()
     )
-    usable = [c.name for c in candidates if c.why_not is None and known[c.name].preference != "never"]
-    usable.sort(key=lambda name: known[name].preference != "preferred")
-    return Explanation(usable[0] if usable else None, candidates)
+
+
+def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str, Backend]) -> list[str]:
+    """What "auto" may take, the first choice first."""
+    preference = {c.name: known[c.name].preference_on(members.device) for c in candidates if c.why_not is None}
+    usable = [name for name, preferred in preference.items() if preferred != "never"]
+    return sorted(usable, key=lambda name: preference[name] != "preferred")
 
 
 def _why_not(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> str | None:
@@ -134,8 +149,6 @@ def _why_not(backend: Backend, config: DispatcherConfig, spec: TransportSpec, me
     if config.row_capacity.kind not in traits.row_capacities:
         offered = ", ".join(sorted(traits.row_capacities))
         return f"row_capacity {config.row_capacity} is not offered by this backend, only {offered}"
-    if not traits.ragged_counts and not config.equal_token_counts:
-        return "it needs every rank to bring the same number of tokens, which equal_token_counts=True declares"
     if not traits.duplicate_experts and not config.distinct_experts:
         return "it needs tokens that never name an expert twice, which distinct_experts=True declares"
     return backend.refusal(spec, GroupFacts(members.rank, members.size, members.device, members.transport))

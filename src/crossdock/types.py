@@ -302,7 +302,8 @@ class LayerStats:
         rows: rows that reached this rank's experts, without padding.
         rows_wanted: rows that were asked for; `rows_wanted - rows` were dropped.
         overflows: dispatches of which rows were dropped.
-        largest_demand: rows, padding included, of the dispatch that took up most of its capacity.
+        largest_demand: rows, padding included, of the dispatch that took up most of its capacity, since that changed
+            last.
         capacity: rows that dispatch was sized to; -1 under `exact`, which has no capacity.
         wanted_by_expert: rows that were asked for, by local expert.
     """
@@ -326,6 +327,11 @@ class LayerStats:
         """`largest_demand` over its capacity: rows were dropped above 1.0; None under `exact`."""
         return self.largest_demand / self.capacity if self.capacity > 0 else None
 
+    @property
+    def headroom(self) -> float | None:
+        """The share of its capacity that no dispatch has taken up, `1 - fill`; negative where rows were dropped."""
+        return None if self.fill is None else 1.0 - self.fill
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherStats:
@@ -338,6 +344,7 @@ class DispatcherStats:
         host_syncs: times an operation waited for a number on the host.
         sent_bytes: bytes this rank put on the wire to other ranks, rows, scalars and headers together.
         sent_rows_bytes: the part of it that were rows of `hidden_dim` elements.
+        skipped_steps: optimizer steps that a guard did not apply.
         layers: every layer's own account, by its name.
     """
 
@@ -347,4 +354,5 @@ class DispatcherStats:
     host_syncs: int = 0
     sent_bytes: int = 0
     sent_rows_bytes: int = 0
+    skipped_steps: int = 0
     layers: Mapping[str, LayerStats] = field(default_factory=dict)

@@ -28,7 +28,7 @@ def _open(timeout_s: float = TIMEOUT_S) -> cd.TokenDispatcher:
         num_max_tokens_per_rank=64,
         timeout_s=timeout_s,
     )
-    return cd.TokenDispatcher(config)
+    return cd.TokenDispatcher(config, backend="all_to_all")
 
 
 def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

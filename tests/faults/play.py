@@ -84,7 +84,9 @@ class Batch:
 def experts(dispatcher: cd.TokenDispatcher, routed: cd.Dispatched) -> torch.Tensor:
     first = dispatcher.ep_rank * dispatcher.num_local_experts
     factor = torch.arange(first + 1, first + 1 + dispatcher.num_local_experts)
-    return routed.rows * factor.repeat_interleave(routed.tokens_per_expert).unsqueeze(1)
+    by_row = factor.repeat_interleave(routed.tokens_per_expert)
+    spare = routed.rows.shape[0] - by_row.shape[0]  # rows behind the last offset, where there is a capacity
+    return routed.rows * torch.cat([by_row, by_row.new_zeros(spare)]).unsqueeze(1)
 
 
 def step(

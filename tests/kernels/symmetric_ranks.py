@@ -1,15 +1,70 @@
-"""Several ranks' shared memory inside one test: ordinary tensors, and tables of their addresses."""
+"""Several ranks' shared memory inside one test: ordinary tensors, tables of their addresses, and a board a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
+
+from crossdock.kernels.publish import Opening
+from crossdock.kernels.signal import (
+    ABORT,
+    DEPARTED,
+    NUM_DESK,
+    NUM_STATE,
+    NUM_WORDS,
+    ROUND,
+    ROUND_SHIFT,
+    Board,
+    digest_of,
+)
+
+Result = TypeVar("Result")
+
+CALL = Opening(digest_of([4, 7]), 4)
 
 
 def table_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Addresses `[ep_size]` int64."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors])
+
+
+def boards(ep_size: int, *, last_round: int = 0) -> list[Board]:
+    """Boards of ranks that have told and read everything up to `last_round`, in calls with the digest of `CALL`."""
+    signals = [torch.full((NUM_WORDS, ep_size), word_of(last_round)) for _ in range(ep_size)]
+    table = table_of(signals)
+    ranks = []
+    for rank in range(ep_size):
+        signals[rank][DEPARTED] = 0
+        state = torch.zeros(NUM_STATE, dtype=torch.int64)
+        state[ROUND] = last_round
+        ranks.append(Board(signals[rank], table, state, torch.zeros(NUM_DESK, dtype=torch.int64), rank))
+    return ranks
+
+
+def word_of(number: int, digest: int = CALL.digest) -> int:
+    """What is told of a round."""
+    return (number << ROUND_SHIFT) + (digest if number else 0)
+
+
+def together(ranks: Sequence[Board], act: Callable[[Board], Result]) -> list[Result]:
+    """What `act` gives on each of `ranks`, which wait for each other, for no longer than a minute."""
+
+    def give_up() -> None:
+        for board in ranks:
+            board.state[ABORT] = 1
+
+    watch = threading.Timer(60.0, give_up)
+    watch.start()
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        running = [threads.submit(act, board) for board in ranks]
+        if any(future.exception() is not None for future in wait(running, return_when=FIRST_EXCEPTION).done):
+            give_up()  # the others would wait for ever
+        watch.cancel()
+    return [future.result() for future in running]
 
 
 def random_ids(

@@ -19,37 +19,64 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels import repeats, tail, tally
 from crossdock.kernels.launch import wrapped
-from crossdock.ledger import DeviceLedger, Entry, HostLedger
+from crossdock.ledger import TOKENS_OF_PEAK, DeviceLedger, Entry, HostLedger
 from crossdock.permute import kept_within, padded_ends
+from crossdock.types import OnOverflow
 
 CPU = torch.device("cpu")
 
 
-def entry(layer: str, wanted: list[int], capacity: int, alignment: int, bad_ids: int = 0) -> Entry:
+def entry(
+    layer: str, wanted: list[int], capacity: int, alignment: int, bad_ids: int = 0, on_overflow: OnOverflow = "raise"
+) -> Entry:
     counts = torch.tensor(wanted)
     ends = padded_ends(counts, alignment)
     kept, ends = (counts, ends) if capacity < 0 else kept_within(counts, ends, capacity)
-    return Entry(layer, sum(wanted), capacity, counts, kept, ends.to(torch.int32), torch.tensor([0, bad_ids]))
+    bad, ends = torch.tensor([0, bad_ids]), ends.to(torch.int32)
+    return Entry(layer, sum(wanted), capacity, counts, kept, ends, bad, 1 + sum(wanted) // 2, on_overflow)
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["a", "b"]), st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(-1, 24)
+            st.sampled_from(["a", "b"]),
+            st.lists(st.integers(0, 9), min_size=3, max_size=3),
+            st.integers(-1, 24),
+            st.sampled_from(["drop", "skip_step", "raise"]),
         ),
         max_size=6,
     ),
     st.sampled_from([1, 4]),
 )
-def test_the_device_writes_what_the_host_writes(dispatches: list[tuple[str, list[int], int]], alignment: int):
+def test_the_device_writes_what_the_host_writes(
+    dispatches: list[tuple[str, list[int], int, OnOverflow]], alignment: int
+):
     host, device = HostLedger(alignment, 3, CPU), DeviceLedger(alignment, 3, CPU)
-    for layer, wanted, capacity in dispatches:
-        made = entry(layer, wanted, max(capacity, -1) or 4, alignment)
+    for layer, wanted, capacity, on_overflow in dispatches:
+        made = entry(layer, wanted, max(capacity, -1) or 4, alignment, on_overflow=on_overflow)
         assert device.enter(made).tolist() == host.enter(made).tolist() == made.expert_offsets[-1:].tolist()
     assert device.stats() == host.stats()
     assert device.trouble() == host.trouble()
     assert device.told() == host.told()
     assert device.overflowed.tolist() == host.overflowed.tolist()
+    for _ in range(2):  # what was taken is gone, and the accounts stay
+        assert device.take().tolist() == host.take().tolist()
+    for layer in device.layers[:1]:
+        device.forget_fill(layer)
+        host.forget_fill(layer)
+        assert device.stats()[layer].capacity == 0
+    assert device.layers == host.layers
+    assert device.stats() == host.stats()
+
+
+def test_what_a_guard_takes():
+    for ledger in (HostLedger(1, 2, CPU), DeviceLedger(1, 2, CPU)):
+        dispatches: list[tuple[str, int, OnOverflow]] = [("a", 9, "skip_step"), ("b", 3, "raise"), ("a", 12, "drop")]
+        for layer, wanted, policy in dispatches:
+            ledger.enter(entry(layer, [wanted, 0], 4, 1, on_overflow=policy))  # per 5, 2 and 7 tokens
+        of_a, of_b = -(-9 * TOKENS_OF_PEAK // 5), 3 * TOKENS_OF_PEAK // 2
+        assert ledger.take().tolist() == [1, of_a, 0, of_a, of_b]
+        assert ledger.take().tolist() == [0, 0, 0, 0, 0]
 
 
 def test_the_example_of_the_kernel():

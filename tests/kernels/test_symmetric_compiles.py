@@ -1,13 +1,18 @@
-"""The kernels over shared memory compile for a Hopper GPU, and signal with the orders that `signal.py` names."""
+"""The kernels over shared memory compile for a Hopper GPU, and signal with the orders that `signal.py` names.
+
+What is compiled is what their launchers would launch on a GPU.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
@@ -17,165 +22,186 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from crossdock.kernels import arrange, combine, publish, pull, scalars, signal
+from crossdock.kernels.arrange import Routed, RowsToPublish, launch_arrange, launch_place
+from crossdock.kernels.blocks import Tile
+from crossdock.kernels.combine import Shares, launch_combine, launch_combine_slot
 from crossdock.kernels.launch import wrapped
-from crossdock.kernels.rounding import round_to
-from crossdock.kernels.signal import SIGNALLING
+from crossdock.kernels.publish import Routing, launch_publish_routing, launch_publish_rows
+from crossdock.kernels.pull import launch_pull_rows
+from crossdock.kernels.scalars import Slips, launch_swap_scalars
+from crossdock.kernels.signal import CHUNKS, PARTIALS, READ, ROUTED, launch_tell, launch_wait
+from tests.kernels.symmetric_ranks import CALL, boards
+
+_MODULES = (arrange, combine, publish, pull, scalars, signal)
+_TARGET = GPUTarget("cuda", 90, 32)
+_KINDS = {
+    torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+}  # fmt: skip
 
 
 class _Case(NamedTuple):
+    """One launch: the kernel, its arguments by name, constants, helpers, and the compiler's options."""
+
+    name: str
     kernel: Callable[..., None]
+    arguments: dict[str, Any]
     constants: dict[str, Any]
-    helpers: tuple[Callable[..., Any], ...] = ()
-    num_warps: int = 8
+    helpers: tuple[Callable[..., Any], ...]
+    options: dict[str, Any]
 
     def __str__(self) -> str:
-        return self.kernel.__name__
+        return self.name
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.constants.get("FUSED", self.kernel is signal.wait_kernel)) and not (
+            # The second of two launches that arrange: the first has waited.
+            self.kernel is arrange.arrange_kernel and not self.constants["COUNTS"]
+        )
 
 
-_EP = {"EP_SIZE": 4, "EP_BLOCK": 4, "NUM_CHUNKS": 8}
-_WAITS = {"FUSED": True, "POLLS": 1 << 30, "POLLS_PER_LOOK": 256, **_EP}
-_TILE = {"BLOCK_ROWS": 4, "BLOCK_COLS": 1024}
-_TELL = _Case(signal.tell_kernel, {"WORD": 6, "BUFFER": 1, "BEGINS": True, **_EP}, SIGNALLING, 1)
-_WAIT = _Case(signal.wait_kernel, {"WORD": 4, "BUFFER": 1, "COUNTS": True, **_EP}, SIGNALLING, 1)
-_ROUTING = _Case(
-    publish.publish_routing_kernel,
-    {
-        "NUM_EXPERTS": 256, "NUM_LOCAL": 64, "TOP_K": 7, "TOP_K_BLOCK": 8, "BLOCK": 64,
-        **{name: value for name, value in _WAITS.items() if name != "NUM_CHUNKS"},
-    },
-    SIGNALLING,
-    4,
-)  # fmt: skip
-_ARRANGE = {
-    "COPIES": True, "ALIGNMENT": 16, "TOP_K": 7, "TOP_K_BLOCK": 8, "NUM_LOCAL": 64, "LOCAL_BLOCK": 64, "BLOCK": 32,
-    "OTHERS": 32, "SCAN_BLOCK": 256, **_WAITS, **_TILE,
-}  # fmt: skip
-_ARRANGERS = (
-    *SIGNALLING, publish.copy_chunks, arrange.count_block, arrange.sum_expert, arrange.fit_groups, arrange.place_block,
-    signal.meet,
-)  # fmt: skip
-_COMBINE = {"GIVES": True, "TAKES": True, "WEIGHTED": True, "TOP_K": 8, **_WAITS, **_TILE}
-_COMBINERS = (
-    *SIGNALLING, round_to, pull.fill, combine.lay_out_shares, combine.add_ranks, combine.add_slot,
-)  # fmt: skip
-_CASES = [
-    _TELL,
-    _WAIT,
-    _ROUTING,
-    _Case(
-        publish.publish_rows_kernel,
-        {"BEGINS": True, **_WAITS, **_TILE},
-        (*SIGNALLING, publish.copy_chunks),
-    ),
-    _Case(arrange.arrange_kernel, {"STEPS": 7, **_ARRANGE}, _ARRANGERS),
-    _Case(arrange.arrange_kernel, {"STEPS": 3, **_ARRANGE}, _ARRANGERS),
-    _Case(arrange.arrange_kernel, {"STEPS": 4, **_ARRANGE, "COPIES": False}, _ARRANGERS),
-    _Case(
-        pull.pull_rows_kernel,
-        {"SCORED": True, "PADDED": True, "NUM_LOCAL": 64, "TOP_K": 8, **_WAITS, **_TILE},
-        (*SIGNALLING, pull.fill),
-    ),
-    _Case(combine.combine_kernel, {"BY_SLOT": False, "FIRST": True, "LAST": True, **_COMBINE}, _COMBINERS),
-    _Case(combine.combine_kernel, {"BY_SLOT": True, "FIRST": True, "LAST": False, **_COMBINE}, _COMBINERS),
-    _Case(combine.combine_kernel, {"BY_SLOT": True, "FIRST": False, "LAST": True, **_COMBINE}, _COMBINERS),
-    _Case(
-        scalars.swap_scalars_kernel,
-        {"GIVES": True, "TAKES": True, "BLOCK": 1024, **_WAITS},
-        (*SIGNALLING, pull.fill),
-        4,
-    ),
-]
+@cache
+def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str, _Case]:
+    """Every launch that a GPU sees, by name, for rows of this dtype."""
+    found: dict[str, _Case] = {}
+    name = ""
 
-# What each pointer leads to; int64 where nothing is said.
-_ROWS = ("x_ptr", "rows_ptr", "out_ptr", "shelf_ptr", "shares_ptr")
-_INT32 = ("before_ptr", "ends_ptr", "home_ptr", "row_of_slot_ptr")
-_FLOAT32 = (
-    "scores_ptr", "row_weights_ptr", "slot_weights_ptr", "row_scores_ptr", "sums_ptr", "values_ptr", "slips_ptr",
-)  # fmt: skip
+    def record(kernel: Any, grid: Any, device: Any, *args: Any, helpers: Any = (), **options: Any) -> None:
+        names = list(inspect.signature(kernel).parameters)
+        constants = {key: value for key, value in options.items() if key in names}
+        rest = {key: value for key, value in options.items() if key not in names}
+        found[name] = _Case(name, kernel, dict(zip(names, args, strict=False)), constants, helpers, rest)
+
+    tokens, hidden, top_k, local = 64, 2048, 7, 64
+    (board, *_), count, tile = boards(4), torch.zeros(1, dtype=torch.int64), Tile(4, 1024, 64, 2)
+    table, places = board.table, torch.zeros(4, tokens, top_k)
+    x, scores, ids = torch.zeros(tokens, x_stride, dtype=dtype)[:, :hidden], places[0], places[0].long()
+    home, row_of_slot, rows = ids.int(), places.int(), torch.zeros(320, hidden, dtype=dtype)
+    shelf, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(320)
+    routing = Routing(ids, scores, table, table, tokens, 4 * local, count)
+    routed, meanwhile = Routed(row_of_slot, places, tokens), RowsToPublish(x, shelf, 64, tile)
+    shares = Shares(shelf.new_zeros(4, tokens, hidden), table, row_of_slot, home, count, 64)
+    padding, sums, out = torch.zeros(2, local).long(), torch.zeros(tokens, hidden), torch.empty_like(shelf)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in _MODULES:
+            monkeypatch.setattr(module, "launch", record)
+        monkeypatch.setattr(signal.Board, "fused", property(lambda board: True))
+        monkeypatch.setattr(arrange, "token_block", lambda *_: 32)
+        monkeypatch.setattr(publish, "routing_block", lambda *_: 64)
+        for word, kind in ((ROUTED, "routing"), (CHUNKS, "chunks"), (READ, "reading")):
+            name = f"tell {kind}"
+            launch_tell(board, word, CALL.digest, buffer=PARTIALS, begins=word == CHUNKS)
+            name = f"wait for {kind}"
+            launch_wait(board, word, CALL.digest, buffer=PARTIALS)
+        name = "publish routing"
+        launch_publish_routing(board, CALL, routing)
+        name = "publish rows"
+        launch_publish_rows(board, CALL, x, shelf, count, count, 64, tile, begins=True)
+        name = "arrange"
+        groups, _ = launch_arrange(board, CALL.digest, routed, 16, local, 320, 64, meanwhile)
+        name = "arrange and count"
+        launch_arrange(board, CALL.digest, routed, 16, local, None, 64, meanwhile)
+        name = "arrange and place"
+        launch_place(board, CALL.digest, routed, groups, 16, 320, 64)
+        for row_scores in (None, weights):
+            name = f"pull rows{'' if row_scores is None else ' with scores'}"
+            launch_pull_rows(
+                board, CALL.digest, table, row_of_slot, padding, rows, row_scores, 64, tile, padded=row_scores is None
+            )
+        for by_row in (None, weights):
+            name = f"combine{'' if by_row is None else ' weighted'}"
+            launch_combine(board, CALL, shares, rows, by_row, out, tile, tile._replace(rows=2))
+        for slot in (0, 1, top_k - 1):
+            name = f"combine slot {slot}"
+            launch_combine_slot(board, CALL, shares, rows, scores, slot, sums, out, tile, tile)
+        name = "swap scalars"
+        launch_swap_scalars(board, CALL, Slips(places, table, row_of_slot, home), weights)
+    return found
 
 
-def _type_of(name: str, rows: str, kernel: Callable[..., None]) -> str:
-    if name == "out_ptr" and kernel is scalars.swap_scalars_kernel:
-        return "*fp32"
-    kinds = {**dict.fromkeys(_ROWS, f"*{rows}"), **dict.fromkeys(_INT32, "*i32"), **dict.fromkeys(_FLOAT32, "*fp32")}
-    if not name.endswith("_ptr"):
-        return "i32"
-    return kinds.get(name, "*i64")
-
-
-def compiled(case: _Case, rows: str = "bf16", *, ones: bool = False, sixteens: Sequence[str] = ()) -> str:
-    """PTX; with `ones`, every integer argument is 1, which triton compiles as a constant.
-
-    Pointers are multiples of 16 bytes, as all storage is, and so are the integers named by `sixteens`.
-    """
+def compiled(case: _Case, *, ones: bool = False) -> str:
+    """PTX as triton compiles it for these arguments; with `ones`, every integer is 1, which makes it a constant."""
     params = list(inspect.signature(case.kernel).parameters)
-    names = [name for name in params if name not in case.constants]
-    types = {name: _type_of(name, rows, case.kernel) for name in names}
-    constants = dict(case.constants)
-    if ones:
-        constants |= {name: 1 for name in names if not name.endswith("_ptr")}
-        types = {name: kind for name, kind in types.items() if name.endswith("_ptr")}
-    aligned = [name for name in types if name.endswith("_ptr") or name in sixteens]
+    types, constants, attrs = dict.fromkeys(case.constants, "constexpr"), dict(case.constants), {}
+    for name, argument in case.arguments.items():
+        is_tensor = isinstance(argument, torch.Tensor)
+        if is_tensor:
+            types[name] = f"*{_KINDS[argument.dtype]}"
+        elif ones or argument == 1:
+            types[name], constants[name] = "constexpr", 1
+            continue
+        else:
+            types[name] = "i32"
+        if (argument.data_ptr() if is_tensor else argument) % 16 == 0:
+            attrs[(params.index(name),)] = [["tt.divisibility", 16]]
     source = ASTSource(
-        wrapped(case.kernel, "cuda", case.helpers),
-        {**types, **dict.fromkeys(constants, "constexpr")},
-        constants,
-        attrs={(params.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        wrapped(case.kernel, "cuda", case.helpers), {name: types[name] for name in params}, constants, attrs=attrs
     )
-    options = {"enable_fp_fusion": False, "num_warps": case.num_warps}
-    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    ptx: str = triton.compile(source, target=_TARGET, options={"enable_fp_fusion": False, **case.options}).asm["ptx"]
     return ptx
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
-def test_compiles_for_hopper(case):
-    for rows, ones in (("bf16", False), ("fp32", True), ("fp16", False)):
-        if rows == "fp16" and not any(name in inspect.signature(case.kernel).parameters for name in _ROWS):
-            continue
-        ptx = compiled(case, rows, ones=ones)
+_NAMES = list(cases())
+_ROWS = [name for name in _NAMES if name.split()[0] in ("publish", "arrange", "pull", "combine")]
+_ROWS = [name for name in _ROWS if name not in ("publish routing", "arrange and place")]
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_compiles_for_hopper(name: str):
+    variants = [(torch.bfloat16, False), (torch.float32, True)]
+    if name in _ROWS:
+        variants.append((torch.float16, False))
+    for dtype, ones in variants:
+        ptx = compiled(cases(dtype)[name], ones=ones)
         assert ".local" not in ptx, "registers spill into memory"
         assert "fma.rn.f32" not in ptx, "a product and a sum were fused"
 
 
+def test_every_kernel_is_launched():
+    written = {kernel for module in _MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
+    assert written == {case.kernel for case in cases().values()}
+
+
+def test_numbers_of_a_call_are_no_constants_of_a_kernel():
+    """Triton compiles another kernel where an integer is 1 or a multiple of 16: in a call, none ever is."""
+    fixed = {"hidden_dim", "x_stride", "max_tokens", "max_slots", "chunk_len", "rank", "num_arrangers", "num_givers"}
+    fixed |= {"max_polls", "polls_per_look"}
+    for case in cases().values():
+        for name, argument in case.arguments.items():
+            if not isinstance(argument, torch.Tensor) and name not in fixed:
+                assert argument % 2 == 1 and argument > 1, f"{case}: {name} is {argument}"
+
+
 def test_signals_are_ordered_over_the_whole_system():
-    assert "atom.global.sys.release.exch.b64" in compiled(_TELL)
-    waiting = compiled(_WAIT)
+    assert "atom.global.sys.release.exch.b64" in compiled(cases()["tell chunks"])
+    waiting = compiled(cases()["wait for reading"])
     assert waiting.count("atom.global.sys.acquire.add.u64") == 2
     assert "atom.global.sys.relaxed.add.u64" in waiting
-    assert "atom.global.gpu.acq_rel.add.u64" in compiled(_ROUTING)
+    assert "atom.global.gpu.acq_rel.add.u64" in compiled(cases()["publish routing"])
 
 
 # -- rows move in vectors ---------------------------------------------------------------------------------------------
 
 
 def _moves(ptx: str) -> set[str]:
-    """Loads and stores of global memory, without those of words: `ld.global.v4.b32` and its like."""
-    found = set(re.findall(r"\b(?:ld|st)\.(?:volatile\.)?global(?:\.v\d)?\.b\d+", ptx))
-    return {move for move in found if ".v" in move or move.endswith((".b16", ".b8"))}
+    """How the kernel loads and stores vectors, and numbers of 16 bits, which single elements of rows are."""
+    return set(re.findall(r"\b(?:ld|st)\.global\.(?:v\d\.b\d+|b16)\b", ptx))
 
 
-def _of(*kernels: Callable[..., None]) -> list[_Case]:
-    return [case for case in _CASES if case.kernel in kernels]
+@pytest.mark.parametrize("name", _ROWS)
+def test_rows_move_in_vectors_of_16_bytes(name: str):
+    case = cases()[name]
+    # `fill`, which makes padding zero and what was given up NaN, has few elements for each thread; so has counting.
+    others = {"st.global.v2.b32"} if pull.fill in case.helpers else set()
+    if case.kernel is arrange.arrange_kernel:
+        others.add("ld.global.v2.b32")
+    assert _moves(compiled(case)) - others == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
-@pytest.mark.parametrize("rows", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    "case",
-    _of(pull.pull_rows_kernel, combine.combine_kernel, publish.publish_rows_kernel, arrange.arrange_kernel),
-    ids=str,
-)
-def test_rows_move_in_vectors_of_16_bytes(case: _Case, rows: str):
-    copies = case.constants.get("COPIES", True)
-    moves = _moves(compiled(case, rows, sixteens=("hidden_dim", "x_stride")))
-    whole = {"ld.global.v4.b32", "st.global.v4.b32"}
-    # `fill`, which makes padding zero and what was given up NaN, has one row's columns for all threads of a program.
-    filling = {"st.global.v2.b32"} if pull.fill in case.helpers else set()
-    assert moves - filling == (whole if copies else set())
-
-
-def test_rows_that_are_no_multiple_of_16_bytes_move_otherwise():
-    (case,) = _of(publish.publish_rows_kernel)
-    assert "ld.global.b16" in _moves(compiled(case, sixteens=("hidden_dim",)))  # its rows lie any distance apart
+def test_rows_that_lie_any_distance_apart_are_read_one_by_one():
+    for name in ("publish rows", "arrange"):
+        moves = _moves(compiled(cases(x_stride=2051)[name]))
+        assert {"ld.global.b16", "st.global.v4.b32"} <= moves and "ld.global.v4.b32" not in moves
 
 
 # -- warps of one program stay together -------------------------------------------------------------------------------
@@ -221,11 +247,11 @@ def polling_by_loads_kernel(word_ptr, out_ptr, target):
         tl.debug_barrier()
 
 
-@pytest.mark.parametrize("case", [case for case in _CASES if signal.wait_for in case.helpers], ids=str)
-def test_nothing_but_atomics_decides_while_a_program_waits(case: _Case):
+@pytest.mark.parametrize("name", _NAMES)
+def test_nothing_but_atomics_decides_while_a_program_waits(name: str):
+    case = cases()[name]
     bodies = _parts_of_polling(compiled(case))
-    waits = case.constants.get("FUSED", case is _WAIT) and case.constants.get("STEPS", 7) % 2 == 1
-    assert bool(bodies) == waits
+    assert bool(bodies) == case.waits
     for body in bodies:
         assert not _parts_ways(body)
         assert sum("atom.global.sys" in line for line in body) == 3
@@ -236,11 +262,4 @@ def test_a_load_that_decides_is_found():
         wrapped(polling_by_loads_kernel, "cuda"), {"word_ptr": "*i64", "out_ptr": "*i64", "target": "i32"}, {}
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-    bodies = [body for body in _parts_of_polling(ptx[ptx.index("$L__BB") :])]
-    assert [_parts_ways(body) for body in bodies] == ["a load decides"]
-
-
-def test_the_table_has_every_kernel():
-    modules = (arrange, combine, publish, pull, scalars, signal)
-    written = {kernel for module in modules for name, kernel in vars(module).items() if name.endswith("_kernel")}
-    assert written == {case.kernel for case in _CASES}
+    assert [_parts_ways(body) for body in _parts_of_polling(ptx[ptx.index("$L__BB") :])] == ["a load decides"]

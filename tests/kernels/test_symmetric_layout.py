@@ -1,8 +1,8 @@
-"""What every rank works out from all ranks' published ids is what plain tensor arithmetic works out."""
+"""What every rank works out from the ids that all ranks send it is what plain tensor arithmetic works out."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,45 +11,182 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
-from crossdock.kernels.arrange import Groups, Published, launch_count_published, launch_place_published
-from crossdock.kernels.launch import launch
-from crossdock.kernels.publish import Shelf, launch_publish
-from crossdock.permute import count_by_expert, map_slots, padded_ends
-from tests.kernels.symmetric_ranks import homes, on_shelf, random_ids, table_of
+import triton.language as tl
 
+from crossdock.kernels import arrange
+from crossdock.kernels.arrange import Groups, Routed, count_before, fit_groups, launch_arrange, launch_place
+from crossdock.kernels.blocks import Tile, token_block
+from crossdock.kernels.launch import launch
+from crossdock.kernels.publish import Routing, launch_publish_routing, launch_publish_rows
+from crossdock.kernels.signal import BAD_IDS, NUM_SENT, ROUND, ROWS, Board
+from crossdock.permute import count_by_expert, drop_bad_ids, kept_within, map_slots_within, padded_ends
+from tests.kernels.symmetric_ranks import CALL, boards, homes, random_ids, table_of
+
+MAX_TOKENS = 40
 CPU = torch.device("cpu")
-NO_LIMIT = 2**31 - 1
+_HELPERS = (count_before, fit_groups)
+
+
+class Sent(NamedTuple):
+    """What all ranks have pushed to each other.
+
+    Attributes:
+        ranks: their boards.
+        ids: by receiver, `[ep_size, max_tokens, K]` int32.
+        scores: by receiver, `[ep_size, max_tokens, K]` float32.
+        homes: by sender, `[T, K]` int32.
+        num_sent: by sender, rows that others will pull.
+    """
+
+    ranks: list[Board]
+    ids: list[torch.Tensor]
+    scores: list[torch.Tensor]
+    homes: list[torch.Tensor]
+    num_sent: list[int]
+
+
+def send(ids: list[torch.Tensor], scores: list[torch.Tensor], num_local: int, *, max_tokens: int = MAX_TOKENS) -> Sent:
+    """Every rank pushes its routing to all; nothing right stands where nobody pushes."""
+    ep_size, top_k = len(ids), ids[0].shape[1]
+    ranks, place = boards(ep_size), (ep_size, max_tokens, top_k)
+    all_ids = [torch.full(place, 3, dtype=torch.int32) for _ in ranks]
+    all_scores = [torch.full(place, 9.0) for _ in ranks]
+    sent = [torch.full((1,), 100) for _ in ranks]
+    tables, found, num_sent = (table_of(all_ids), table_of(all_scores)), [], []
+    for board in ranks:
+        routing = Routing(
+            ids[board.rank], scores[board.rank], *tables, max_tokens, num_local * ep_size, sent[board.rank]
+        )
+        home, num = launch_publish_routing(board, CALL, routing)
+        assert int(sent[board.rank]) == 100 + int(num)
+        found.append(home)
+        num_sent.append(int(num))
+    return Sent(ranks, all_ids, all_scores, found, num_sent)
+
+
+def _ones(ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones(part.shape) for part in ids]
+
+
+# -- sending ----------------------------------------------------------------------------------------------------------
+
+
+def test_worked_example_of_publishing_routing():
+    ids = [torch.tensor([[0, 2], [1, -1]]), torch.tensor([[4, -5], [2**40, -1]])]
+    sent = send(ids, _ones(ids), 2)
+    for received in sent.ids:
+        assert received[0, :2].tolist() == [[0, 2], [1, -1]]
+        assert received[1, :2].tolist() == [[-2, -2], [-2, -1]]
+    assert sent.homes[0].tolist() == [[0, 1], [0, -1]] and sent.homes[1].tolist() == [[-1, -1], [-1, -1]]
+    assert sent.num_sent == [1, 0]
+    for board in sent.ranks:
+        # Told with the round, T and bad ids, and forgotten; so are the counters of programs.
+        assert board.state.tolist()[: ROWS + 1] == [1, 1] and not board.state[ROWS + 1 : 5].any()
+        assert not board.state[BAD_IDS:].any()
+        assert [word % 2**32 for word in board.signals[1].tolist()] == [2, 2]
+        assert [word >> 32 for word in board.signals[1].tolist()] == [0, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("num_tokens", "top_k", "block"), [((0, 2), 3, 1), ((5, 33, 40), 3, 8), ((40,), 8, 64)])
+def test_publishing_routing_by_several_programs(num_tokens, top_k, block, dtype, monkeypatch):
+    monkeypatch.setattr("crossdock.kernels.publish.routing_block", lambda *_: block)
+    generator = torch.Generator().manual_seed(1)
+    ids = [part.to(dtype) for part in random_ids(generator, num_tokens, top_k, 3 * len(num_tokens))]
+    scores = [torch.rand(part.shape, generator=generator) for part in ids]
+    sent = send(ids, scores, 3)
+    for receiver in range(len(ids)):
+        for sender, (part, score) in enumerate(zip(ids, scores, strict=True)):
+            tokens = len(part)
+            assert torch.equal(sent.ids[receiver][sender, :tokens], part.to(torch.int32))
+            assert torch.equal(sent.scores[receiver][sender, :tokens], score)
+            assert (sent.ids[receiver][sender, tokens:] == 3).all()
+            assert (sent.scores[receiver][sender, tokens:] == 9).all()
+    for rank, part in enumerate(ids):
+        home = homes(part.long(), 3)
+        assert torch.equal(sent.homes[rank], home)
+        assert sent.num_sent[rank] == sum(len(set(token) - {-1, rank}) for token in home.tolist())
+        assert not sent.ranks[rank].state[NUM_SENT:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_tokens", "hidden_dim", "programs"), [(0, 8, 1), (5, 40, 3), (40, 1032, 4)])
+def test_publishing_rows(num_tokens, hidden_dim, programs, dtype):
+    (board,) = boards(1)
+    wide = torch.randn(num_tokens, 2 * hidden_dim).to(dtype)
+    shelf, num_sent, sent = torch.full((MAX_TOKENS, hidden_dim), 9, dtype=dtype), torch.tensor([7]), torch.tensor([30])
+    tile = Tile(4, 256, programs)
+    for number, x in enumerate((wide[:, :hidden_dim], wide[:, hidden_dim:], wide[:, 1::2]), start=1):
+        launch_publish_rows(board, CALL, x, shelf, num_sent, sent, 16, tile, begins=True)
+        assert torch.equal(shelf[:num_tokens], x) and (shelf[num_tokens:] == 9).all()
+        assert (int(board.state[ROUND]), int(board.state[ROWS]), int(sent)) == (number, number, 30 + 7 * number)
+        board.signals[4] = number << 31  # and has been read
+    launch_publish_rows(board, CALL, wide[:, :hidden_dim], shelf, num_sent, sent, 16, tile, begins=False)
+    assert (int(board.state[ROUND]), int(sent)) == (3, 51)  # belongs to the round that routing has begun
+
+
+# -- arranging --------------------------------------------------------------------------------------------------------
 
 
 class Arranged:
-    """One rank's arrangement of what `ids` publish, by the kernels."""
+    """One rank's arrangement of what all have sent, by the kernels."""
 
     def __init__(
         self,
-        ids: list[torch.Tensor],
-        scores: list[torch.Tensor],
-        experts: tuple[int, int],
-        alignment: int,
+        sent: Sent,
+        rank: int,
+        num_local: int,
+        *,
+        alignment: int = 1,
         capacity: int | None = None,
-        max_tokens: int = 40,
+        bound: int = MAX_TOKENS,
     ) -> None:
-        ep_size, top_k = len(ids), ids[0].shape[1]
-        shelved_ids = on_shelf([part.to(torch.int32) for part in ids], max_tokens)
-        shelved_scores = on_shelf(scores, max_tokens)
-        headers = torch.zeros(ep_size, 3, dtype=torch.int64)
-        headers[:, 1] = torch.tensor([part.shape[0] for part in ids])
-        published = Published(table_of(shelved_ids), table_of(shelved_scores), headers[:, 1], top_k)
-        self.num_bad, num_rows = torch.full((ep_size,), 9), torch.zeros(1, dtype=torch.int64)
-        limit = NO_LIMIT if capacity is None else capacity
-        self.groups: Groups = launch_count_published(
-            published, experts, alignment, max_tokens, limit, self.num_bad, num_rows
-        )
-        self.num_rows_wanted = int(num_rows)
-        rows = self.num_rows_wanted if capacity is None else capacity
-        num_places = max(part.shape[0] for part in ids)
-        self.row_of_slot, self.row_scores = launch_place_published(
-            published, self.groups, experts[0], alignment, num_places, rows
-        )
+        board, routed = sent.ranks[rank], Routed(sent.ids[rank], sent.scores[rank], bound)
+        groups, row_scores = launch_arrange(board, CALL.digest, routed, alignment, num_local, capacity, 64, None)
+        self.groups: Groups = groups
+        self.num_rows_wanted = int(groups.report[0])
+        if row_scores is None:
+            row_scores = launch_place(board, CALL.digest, routed, groups, alignment, self.num_rows_wanted, 64)
+        self.row_scores = row_scores
+
+
+def _assert_arranged(
+    actual: Arranged,
+    ids: list[torch.Tensor],
+    scores: list[torch.Tensor],
+    experts: tuple[int, int],
+    alignment: int,
+    capacity: int | None,
+) -> None:
+    """By the arithmetic of `permute`."""
+    first, num_local = experts
+    local = torch.cat(ids) - first
+    local = torch.where((local >= 0) & (local < num_local), local, -1)
+    wanted = count_by_expert(local, num_local)
+    ends = padded_ends(wanted, alignment)
+    num_rows = int(ends[-1]) if capacity is None else capacity
+    kept, inside = kept_within(wanted, ends, num_rows)
+    placed = map_slots_within(local, wanted, alignment, num_rows)
+    groups = actual.groups
+    assert actual.num_rows_wanted == int(ends[-1])
+    assert groups.report[1:].tolist() == [len(part) for part in ids]
+    assert torch.equal(groups.wanted, wanted) and torch.equal(groups.tokens_per_expert, kept)
+    assert torch.equal(groups.expert_offsets, inside.to(torch.int32))
+    starts = torch.cat([inside.new_zeros(1), inside[:-1]])
+    assert torch.equal(groups.padding, torch.stack([starts + kept, inside]))
+
+    dropped = (local >= 0) & (placed.row_of_slot < 0)
+    expected = torch.where(dropped, -2, placed.row_of_slot)
+    rows = torch.cat([part[: len(own)] for part, own in zip(groups.row_of_slot, ids, strict=True)])
+    assert torch.equal(rows.long(), expected)
+    for part, own in zip(groups.row_of_slot, ids, strict=True):
+        assert (part[len(own) :] == -1).all()
+    filled = int(inside[-1])
+    named = placed.slot_of_row[:filled] >= 0
+    row_scores = actual.row_scores[:filled]
+    assert actual.row_scores.shape == (num_rows,)
+    assert torch.equal(row_scores[named], torch.cat(scores).flatten()[placed.slot_of_row[:filled][named]])
+    assert (row_scores[~named] == 0).all()
 
 
 @given(
@@ -57,131 +194,102 @@ class Arranged:
     num_local=st.sampled_from([1, 3, 5, 70]),
     top_k=st.sampled_from([1, 2, 3, 7, 8]),
     alignment=st.sampled_from([1, 4, 16]),
+    capacity=st.sampled_from([None, None, 0, 16, 48, 160, 4000]),
+    block=st.sampled_from([2, 8, 64]),
+    bad_ids=st.booleans(),
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
-def test_slots_are_placed_as_by_arithmetic(ep_size, num_local, top_k, alignment, seed, data):
+def test_slots_are_placed_as_by_arithmetic(ep_size, num_local, top_k, alignment, capacity, block, bad_ids, seed, data):
     rank = data.draw(st.integers(0, ep_size - 1))
-    num_tokens = data.draw(st.lists(st.integers(0, 40), min_size=ep_size, max_size=ep_size))
-    generator = torch.Generator().manual_seed(seed)
-    ids = random_ids(generator, num_tokens, top_k, num_local * ep_size)
+    num_tokens = data.draw(st.lists(st.integers(0, MAX_TOKENS), min_size=ep_size, max_size=ep_size))
+    bound = data.draw(st.sampled_from([max(num_tokens), MAX_TOKENS]))
+    generator, num_experts = torch.Generator().manual_seed(seed), num_local * ep_size
+    ids = random_ids(generator, num_tokens, top_k, num_experts)
+    if bad_ids:
+        for part in ids:
+            part += (torch.rand(part.shape, generator=generator) < 0.2) * num_experts * 3
     scores = [torch.rand(part.shape, generator=generator) for part in ids]
-    first = rank * num_local
-    actual = Arranged(ids, scores, (first, num_local), alignment)
-
-    local = torch.cat(ids) - first
-    local = torch.where((local >= 0) & (local < num_local), local, -1)
-    counts = count_by_expert(local, num_local)
-    ends = padded_ends(counts, alignment)
-    placed = map_slots(local, counts, alignment, int(counts.sum()), int(ends[-1]))
-    assert actual.num_rows_wanted == int(ends[-1])
-    assert torch.equal(actual.groups.tokens_per_expert, counts) and torch.equal(actual.groups.wanted, counts)
-    assert torch.equal(actual.groups.expert_offsets, ends.to(torch.int32))
-    rows = torch.cat([part[: len(own)] for part, own in zip(actual.row_of_slot, ids, strict=True)])
-    assert torch.equal(rows.long(), placed.row_of_slot)
-    for part, own in zip(actual.row_of_slot, ids, strict=True):
-        assert (part[len(own) :] == -1).all()
-    named = placed.slot_of_row >= 0
-    assert torch.equal(actual.row_scores[named], torch.cat(scores).flatten()[placed.slot_of_row[named]])
-    assert (actual.row_scores[~named] == 0).all()
+    sent = send(ids, scores, num_local)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(arrange, "token_block", lambda *_: block)
+        actual = Arranged(sent, rank, num_local, alignment=alignment, capacity=capacity, bound=bound)
+    good = [drop_bad_ids(part, num_experts) for part in ids]
+    _assert_arranged(actual, [part for part, _ in good], scores, (rank * num_local, num_local), alignment, capacity)
+    assert actual.groups.bad_ids.tolist() == [int(num) for _, num in good]
 
 
-@given(
-    capacity=st.sampled_from([4, 8, 20, 64, 400]),
-    alignment=st.sampled_from([1, 4]),
-    seed=st.integers(0, 2**16),
-)
-def test_what_does_not_fit_is_dropped_from_the_end(capacity, alignment, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = random_ids(generator, (13, 0, 30), 3, 12)
+def test_experts_beyond_one_block_and_tokens_beyond_the_bound():
+    """More experts than a block of a GPU holds slots; and what a rank says to bring beyond the agreed bound is cut."""
+    generator = torch.Generator().manual_seed(5)
+    ids = random_ids(generator, (300, 7), 2, 600)
     scores = [torch.rand(part.shape, generator=generator) for part in ids]
-    whole, cut = (Arranged(ids, scores, (4, 4), alignment, limit) for limit in (None, capacity))
-    assert cut.num_rows_wanted == whole.num_rows_wanted
-    assert torch.equal(cut.groups.wanted, whole.groups.tokens_per_expert)
-    kept = torch.where(whole.row_of_slot >= capacity, -2, whole.row_of_slot)
-    assert torch.equal(cut.row_of_slot, kept)
-    assert torch.equal(cut.groups.expert_offsets, whole.groups.expert_offsets.clamp(max=capacity))
-    assert int(cut.groups.tokens_per_expert.sum()) == int((kept >= 0).sum())
-    assert bool((cut.groups.padding[0] <= cut.groups.padding[1]).all())
+    sent = send(ids, scores, 300, max_tokens=300)
+    assert token_block(CPU, 300, 2) < 300
+    for rank in (0, 1):
+        actual = Arranged(sent, rank, 300, bound=300)
+        _assert_arranged(actual, ids, scores, (300 * rank, 300), 1, None)
+    cut = Arranged(sent, 0, 300, bound=20)
+    kept = torch.cat([ids[0][:20], ids[1]])
+    assert int(cut.groups.wanted.sum()) == int(((kept >= 0) & (kept < 300)).sum())
 
 
-def test_worked_example_of_placing():
-    ids, scores = [torch.tensor([[0]]), torch.tensor([[1], [0]])], [torch.ones(1, 1), torch.ones(2, 1)]
-    whole = Arranged(ids, scores, (0, 1), 1)
-    assert whole.row_of_slot.tolist() == [[[0], [-1]], [[-1], [1]]]
+def test_worked_example_of_arranging():
+    ids = [torch.tensor([[0]]), torch.tensor([[1], [0]])]
+    sent = send(ids, _ones(ids), 1, max_tokens=2)
+    whole = Arranged(sent, 0, 1, bound=2)
+    assert whole.groups.row_of_slot.tolist() == [[[0], [-1]], [[-1], [1]]]
     assert whole.groups.tokens_per_expert.tolist() == [2]
-    cut = Arranged(ids, scores, (0, 1), 1, capacity=1)
-    assert cut.row_of_slot.tolist() == [[[0], [-1]], [[-1], [-2]]]
+    cut = Arranged(sent, 0, 1, capacity=1, bound=2)
+    assert cut.groups.row_of_slot.tolist() == [[[0], [-1]], [[-1], [-2]]]
     assert cut.groups.tokens_per_expert.tolist() == [1] and cut.groups.wanted.tolist() == [2]
 
 
-def test_worked_example_of_counting_by_block():
-    from crossdock.kernels.arrange import count_published_kernel, scan_published_kernel
-
-    ids = on_shelf([torch.tensor([[0]], dtype=torch.int32), torch.tensor([[1], [0]], dtype=torch.int32)], 2)
-    counts, bad = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    sizes: dict[str, Any] = {"TOP_K": 1, "TOP_K_BLOCK": 1, "NUM_LOCAL": 1, "BLOCK": 1, "CHUNK": 1}
-    launch(count_published_kernel, (2, 2), CPU, table_of(ids), torch.tensor([1, 2]), counts, bad, 1, 2, 0, **sizes)
-    assert counts.flatten().tolist() == [1, 0, 0, 1]
-    wanted = torch.zeros(1, dtype=torch.int64)
-    launch(scan_published_kernel, (1,), CPU, counts, wanted, 4, NUM_LOCAL=1, EXPERTS=1, BLOCK=2)
-    assert counts.flatten().tolist() == [0, 1, 1, 1] and wanted.tolist() == [2]
+def test_worked_example_of_counting_by_block(monkeypatch):
+    monkeypatch.setattr(arrange, "token_block", lambda *_: 1)
+    ids = [torch.tensor([[0]]), torch.tensor([[1], [0]])]
+    actual = Arranged(send(ids, _ones(ids), 1, max_tokens=2), 0, 1, bound=2)
+    assert actual.groups.counts.flatten().tolist() == [1, 0, 0, 1]
+    assert actual.groups.row_of_slot.tolist() == [[[0], [-1]], [[-1], [1]]]
 
 
-@pytest.mark.parametrize(("capacity", "ends", "kept"), [(NO_LIMIT, [0, 8, 24], [0, 1, 9]), (16, [0, 8, 16], [0, 1, 8])])
-def test_worked_example_of_groups(capacity, ends, kept):
-    from crossdock.kernels.arrange import fit_groups_kernel
-
-    starts, kept_out, num_rows = torch.zeros(3).long(), torch.zeros(3).long(), torch.zeros(1).long()
-    padding, ends_out = torch.zeros(2, 3).long(), torch.zeros(3, dtype=torch.int32)
-    launch(
-        fit_groups_kernel, (1,), CPU, torch.tensor([0, 1, 9]), starts, padding, kept_out, ends_out, num_rows, capacity,
-        ALIGNMENT=8, NUM_LOCAL=3, BLOCK=4,
-    )  # fmt: skip
-    assert ends_out.tolist() == ends and kept_out.tolist() == kept and int(num_rows) == 24
-    assert padding[1].tolist() == ends
+def counts_kernel(counts_ptr, out_ptr, tile, num_tiles, TILES: tl.constexpr):
+    """Write what stands before a block, and in all; of one expert."""
+    before, total = count_before(counts_ptr, tile, num_tiles, 1, 1, TILES)
+    tl.store(out_ptr + tl.arange(0, 1), before)
+    tl.store(out_ptr + 1 + tl.arange(0, 1), total)
 
 
-def _shelf(max_tokens: int, hidden_dim: int, top_k: int, dtype: torch.dtype) -> Shelf:
-    return Shelf(
-        torch.full((max_tokens, hidden_dim), 9, dtype=dtype),
-        torch.full((max_tokens, top_k), 9, dtype=torch.int32),
-        torch.full((max_tokens, top_k), 9.0),
-        torch.zeros(2, 5, dtype=torch.int64),
-        torch.tensor([6, 0, 0, 0]),
-        torch.zeros(1, dtype=torch.int64),
-        0,
-    )
+@pytest.mark.parametrize("tiles_at_once", [1, 2, 8])
+def test_worked_example_of_what_stands_before_a_block(tiles_at_once):
+    out = torch.zeros(2, dtype=torch.int32)
+    for tile, before in enumerate((0, 1, 1, 1, 2)):
+        counts = torch.tensor([1, 0, 0, 1, 5], dtype=torch.int32)  # the last is none of the four
+        launch(counts_kernel, (1,), CPU, counts, out, tile, 4, TILES=tiles_at_once, helpers=_HELPERS)
+        assert out.tolist() == [before, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("num_tokens", "top_k", "hidden_dim"), [(0, 2, 8), (5, 3, 40), (300, 1, 1032)])
-def test_publishing(dtype, num_tokens, top_k, hidden_dim):
-    shelf, words = _shelf(300, hidden_dim, top_k, dtype), torch.arange(1, 6)
-    wide = torch.randn(num_tokens, 2 * hidden_dim).to(dtype)
-    x = wide[:, :hidden_dim]
-    (ids,) = random_ids(torch.Generator().manual_seed(1), [num_tokens], top_k, 12)
-    scores = torch.rand(num_tokens, top_k)
-    home = launch_publish(x, (ids, scores), words, shelf, 12, 3)
-    assert torch.equal(shelf.rows[:num_tokens], x) and torch.equal(shelf.ids[:num_tokens].long(), ids)
-    assert torch.equal(shelf.scores[:num_tokens], scores) and torch.equal(home, homes(ids, 3))
-    assert shelf.headers.tolist() == [[0] * 5, [1, 2, 3, 4, 5]]  # the next round is 7, an odd one
-    assert (shelf.rows[num_tokens:] == 9).all() and (shelf.ids[num_tokens:] == 9).all()
-    away = int(sum(len({home for home in token if home > 0}) for token in home.tolist()))
-    assert int(shelf.sent) == away
-    again = launch_publish(-x, home, -words, shelf._replace(state=torch.tensor([7, 0, 0, 0])), 12, 3)
-    assert again is home and int(shelf.sent) == 2 * away
-    assert torch.equal(shelf.rows[:num_tokens], -x) and torch.equal(shelf.ids[:num_tokens].long(), ids)
-    assert shelf.headers[0].tolist() == [-1, -2, -3, -4, -5]
+def fit_kernel(wanted_ptr, out_ptr, capacity):
+    """Write the four answers of `fit_groups` for three experts, with alignment 8."""
+    expert = tl.arange(0, 4)
+    wanted = tl.load(wanted_ptr + expert, mask=expert < 3, other=0)
+    start, kept, end, num_rows = fit_groups(wanted, capacity, 8)
+    tl.store(out_ptr + expert, start)
+    tl.store(out_ptr + 4 + expert, kept)
+    tl.store(out_ptr + 8 + expert, end)
+    tl.store(out_ptr + 12, num_rows)
 
 
-def test_worked_example_of_publishing():
-    shelf = _shelf(2, 8, 2, torch.float32)
-    arguments = (torch.zeros(5, dtype=torch.int64), shelf, 4, 2)
-    home = launch_publish(torch.ones(2, 8), (torch.tensor([[0, 2], [1, -1]]), torch.ones(2, 2)), *arguments)
-    assert shelf.ids.tolist() == [[0, 2], [1, -1]] and home.tolist() == [[0, 1], [0, -1]]
-    assert int(shelf.sent) == 1
-    home = launch_publish(torch.ones(2, 8), (torch.tensor([[4, -5], [2**40, -1]]), torch.ones(2, 2)), *arguments)
-    assert shelf.ids.tolist() == [[-2, -2], [-2, -1]] and home.tolist() == [[-1, -1], [-1, -1]]
-    bad = Arranged([shelf.ids.long(), torch.tensor([[0, 1]])], [torch.ones(2, 2), torch.ones(1, 2)], (0, 2), 1)
-    assert bad.num_bad.tolist() == [3, 0] and bad.num_rows_wanted == 2
+@pytest.mark.parametrize(
+    ("capacity", "starts", "kept", "ends"),
+    [
+        (2**30 - 2, [0, 0, 8], [0, 1, 9], [0, 8, 24]),
+        (16, [0, 0, 8], [0, 1, 8], [0, 8, 16]),
+        (4, [0, 0, 4], [0, 1, 0], [0, 4, 4]),
+    ],
+)
+def test_worked_example_of_groups(capacity, starts, kept, ends):
+    out = torch.zeros(13, dtype=torch.int32)
+    launch(fit_kernel, (1,), CPU, torch.tensor([0, 1, 9], dtype=torch.int32), out, capacity, helpers=_HELPERS)
+    assert [out[at : at + 3].tolist() for at in (0, 4, 8)] == [starts, kept, ends]
+    assert int(out[12]) == 24

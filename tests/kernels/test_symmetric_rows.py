@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,181 +12,317 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
-from crossdock.kernels.add_home import launch_add_ranks, launch_add_slot
-from crossdock.kernels.pre_add import launch_pre_add
-from crossdock.kernels.pull import launch_pull_rows, launch_zero_padding
-from crossdock.kernels.scalars import launch_fetch_scalars, launch_lay_out_scalars
+from crossdock.kernels.blocks import Tile
+from crossdock.kernels.combine import Shares, launch_combine, launch_combine_slot
+from crossdock.kernels.publish import launch_publish_rows
+from crossdock.kernels.pull import launch_pull_rows
+from crossdock.kernels.scalars import Slips, launch_swap_scalars
+from crossdock.kernels.signal import CHUNKS, NUM_CHUNKS, PARTIALS, READ, ROUND, ROWS, SCALARS, Board
 from crossdock.rows import reduce_rows
 from crossdock.testing import assert_bit_equal
-from tests.kernels.symmetric_ranks import homes, on_shelf, random_ids, table_of
+from tests.kernels.symmetric_ranks import CALL, boards, homes, on_shelf, random_ids, table_of, together, word_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MAX_TOKENS = 20
-NOWHERE = torch.zeros(1, dtype=torch.int64)  # a count of sent rows that nobody looks at
+MAX_TOKENS, CHUNK_LEN = 20, 16
 SHAPES = [((7, 0, 20), 3, 40), ((1, 2), 1, 8), ((0, 0), 2, 16), ((5,), 8, 1032)]
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 all_shapes = pytest.mark.parametrize(("num_tokens", "top_k", "hidden_dim"), SHAPES)
 
 
-def _rows(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+def tile_of(hidden_dim: int, programs: int = 1) -> Tile:
+    cols = 16 if hidden_dim < 256 else 512
+    return Tile(4, cols, programs, -(-hidden_dim // cols))
 
 
-def _places(num_tokens: tuple[int, ...], top_k: int, *, absent: int = 3) -> tuple[torch.Tensor, int]:
-    """`row_of_slot [EP, S, K]` with some slots elsewhere, every row once; and how many rows."""
-    generator = torch.Generator().manual_seed(top_k)
-    num_places = max(num_tokens)
-    row_of_slot = torch.full((len(num_tokens), num_places, top_k), -1, dtype=torch.int32)
-    here = torch.zeros(row_of_slot.shape, dtype=torch.bool)
-    for rank, tokens in enumerate(num_tokens):
-        here[rank, :tokens] = torch.randint(0, absent, (tokens, top_k), generator=generator) > 0
-    num_rows = int(here.sum())
-    row_of_slot[here] = torch.randperm(num_rows, generator=generator).to(torch.int32)
-    return row_of_slot, num_rows
+class Routes(NamedTuple):
+    """Where every slot goes, from both ends, rows of a rank in any order.
+
+    Attributes:
+        homes: by source rank, `[T, K]` int32.
+        row_of_slot: by rank of the expert, `[ep_size, S, K]` int32; -2 for some that are dropped.
+        num_rows: by rank of the expert.
+    """
+
+    homes: list[torch.Tensor]
+    row_of_slot: list[torch.Tensor]
+    num_rows: list[int]
+
+    @classmethod
+    def of(cls, num_tokens: Sequence[int], top_k: int, seed: int = 0, bound: int | None = None) -> Routes:
+        generator, ep_size = torch.Generator().manual_seed(seed), len(num_tokens)
+        home = [homes(ids, 2) for ids in random_ids(generator, num_tokens, top_k, 2 * ep_size)]
+        places, counts = [], []
+        for rank in range(ep_size):
+            row_of_slot = torch.full((ep_size, max(num_tokens) if bound is None else bound, top_k), -1).int()
+            for source, part in enumerate(home):
+                row_of_slot[source, : len(part)][part == rank] = -2
+            kept = (row_of_slot == -2) & (torch.rand(row_of_slot.shape, generator=generator) < 0.8)
+            counts.append(int(kept.sum()))
+            row_of_slot[kept] = torch.randperm(counts[-1], generator=generator).to(torch.int32)
+            places.append(row_of_slot)
+        return cls(home, places, counts)
+
+
+# -- pulling ----------------------------------------------------------------------------------------------------------
 
 
 @all_dtypes
+@pytest.mark.parametrize("programs", [1, 5])
 @all_shapes
-def test_pulling(num_tokens, top_k, hidden_dim, dtype):
-    row_of_slot, num_rows = _places(num_tokens, top_k)
-    published = [_rows((tokens, hidden_dim), dtype) for tokens in num_tokens]
-    shelves = on_shelf(published, MAX_TOKENS)
-    expected = torch.full((num_rows, hidden_dim), float("nan"), dtype=dtype)
-    for rank, token, slot in (row_of_slot >= 0).nonzero().tolist():
-        expected[row_of_slot[rank, token, slot]] = published[rank][token]
-    for rank in range(len(num_tokens)):
+def test_pulling(num_tokens, top_k, hidden_dim, programs, dtype):
+    routes, ranks = Routes.of(num_tokens, top_k), boards(len(num_tokens))
+    generator = torch.Generator().manual_seed(2)
+    x = [torch.randn(tokens, hidden_dim, generator=generator).to(dtype) for tokens in num_tokens]
+    shelves = on_shelf(x, MAX_TOKENS)
+    for board, part, shelf in zip(ranks, x, shelves, strict=True):
+        shelf[:] = 3
+        count = torch.zeros(1, dtype=torch.int64)
+        tile = tile_of(hidden_dim, programs)
+        launch_publish_rows(board, CALL, part, shelf, count, count, CHUNK_LEN, tile, begins=True)
+    for board in ranks:
+        row_of_slot, num_rows = routes.row_of_slot[board.rank], routes.num_rows[board.rank]
+        expected = torch.full((num_rows, hidden_dim), float("nan"), dtype=dtype)
+        for source, token, slot in (row_of_slot >= 0).nonzero().tolist():
+            expected[row_of_slot[source, token, slot]] = x[source][token]
         out = torch.full_like(expected, float("nan"))
-        launch_pull_rows(table_of(shelves), row_of_slot, rank, out)
+        launch_pull_rows(
+            board, CALL.digest, table_of(shelves), row_of_slot, torch.zeros(2, 1, dtype=torch.int64), out, None,
+            CHUNK_LEN, tile_of(hidden_dim, programs), padded=False,
+        )  # fmt: skip
         assert_bit_equal(out, expected, "pulled rows")
+    for board in ranks:
+        assert board.signals[READ].tolist() == [1 << 31] * len(ranks)  # all have read
+        assert board.state.tolist()[: ROWS + 1] == [1, 1]
 
 
 def test_worked_example_of_pulling():
     row_of_slot = torch.tensor([[[0], [-1]], [[2], [1]]], dtype=torch.int32)
     shelves = [torch.full((2, 8), 1.0), torch.tensor([[2.0], [3.0]]).repeat(1, 8)]
-    out = torch.full((4, 8), 7.0)
-    launch_pull_rows(table_of(shelves), row_of_slot, 0, out)
-    assert out[:, 0].tolist() == [1.0, 3.0, 2.0, 7.0]
-    launch_zero_padding(torch.tensor([[2, 4], [4, 4]]), 4, out)
-    assert out[:, 0].tolist() == [1.0, 3.0, 0.0, 0.0]
+    padding = torch.tensor([[2, 4], [4, 4]])
+    for padded, expected in ((False, [1.0, 3.0, 2.0, 7.0]), (True, [1.0, 3.0, 0.0, 0.0])):
+        (board, _), out = boards(2, last_round=1), torch.full((4, 8), 7.0)
+        launch_pull_rows(
+            board, CALL.digest, table_of(shelves), row_of_slot, padding, out, None, CHUNK_LEN, tile_of(8), padded=padded
+        )
+        assert out[:, 0].tolist() == expected
 
 
-@all_dtypes
-@pytest.mark.parametrize("weighted", [True, False])
+# -- combining --------------------------------------------------------------------------------------------------------
+
+
+class Weighed(NamedTuple):
+    """Rows at their experts, with weights by row and, at their tokens' rank, by slot."""
+
+    rows: list[torch.Tensor]
+    of_rows: list[torch.Tensor]
+    of_slots: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, routes: Routes, hidden_dim: int, dtype: torch.dtype) -> Weighed:
+        generator = torch.Generator().manual_seed(9)
+        rows = [torch.randn(num, hidden_dim, generator=generator).to(dtype) for num in routes.num_rows]
+        of_slots = [torch.rand(home.shape, generator=generator) for home in routes.homes]
+        of_rows = [torch.zeros(num) for num in routes.num_rows]
+        for weights, row_of_slot in zip(of_rows, routes.row_of_slot, strict=True):
+            for source, token, slot in (row_of_slot >= 0).nonzero().tolist():
+                weights[row_of_slot[source, token, slot]] = of_slots[source][token, slot]
+        return cls(rows, of_rows, of_slots)
+
+
+def _expected_fast(routes: Routes, rows: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Each rank's share by `reduce_rows`, rounded, and those added up by it."""
+    sums = []
+    for target, home in enumerate(routes.homes):
+        shares = []
+        for rank in range(len(rows)):
+            index = routes.row_of_slot[rank][target, : len(home)].long().clamp(min=-1)
+            shares.append(reduce_rows(rows[rank], index, None if weights is None else weights[rank]))
+        token = torch.arange(len(home)).unsqueeze(1)
+        has = torch.stack([(home == rank).any(1) for rank in range(len(rows))], dim=1)
+        index = torch.where(has, torch.arange(len(rows)) * len(home) + token, -1)
+        sums.append(reduce_rows(torch.cat(shares), index, None))
+    return sums
+
+
+def _expected_exact(routes: Routes, rows: list[torch.Tensor], weights: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    """All slots at once by `reduce_rows`, over the rows of all ranks."""
+    first = [sum(routes.num_rows[:rank]) for rank in range(len(rows))]
+    sums = []
+    for target, home in enumerate(routes.homes):
+        index = torch.full(home.shape, -1)
+        for rank, row_of_slot in enumerate(routes.row_of_slot):
+            row = row_of_slot[target, : len(home)].long()
+            index = torch.where(row >= 0, row + first[rank], index)
+        sums.append(reduce_rows(torch.cat(rows), index, None if weights is None else weights[target]))
+    return sums
+
+
+class _Shared:
+    """Shares of all ranks, which are never right where nobody has laid them out."""
+
+    def __init__(self, routes: Routes, rows: list[torch.Tensor], max_tokens: int = MAX_TOKENS) -> None:
+        ep_size, hidden_dim = len(rows), rows[0].shape[1]
+        self.shares = [part.new_full((ep_size, max_tokens, hidden_dim), 9) for part in rows]
+        self.sent = [torch.zeros(1, dtype=torch.int64) for _ in rows]
+        self._routes, self._table = routes, table_of(self.shares)
+
+    def of(self, board: Board) -> Shares:
+        routes, rank = self._routes, board.rank
+        return Shares(
+            self.shares[rank], self._table, routes.row_of_slot[rank], routes.homes[rank], self.sent[rank], CHUNK_LEN
+        )
+
+
+def combined_fast(
+    ranks: list[Board], shared: _Shared, rows: list[torch.Tensor], weights: list[torch.Tensor] | None, tile: Tile
+) -> list[torch.Tensor]:
+    def act(board: Board) -> torch.Tensor:
+        shares, own = shared.of(board), rows[board.rank]
+        out = own.new_full((len(shares.home_of_slot), own.shape[1]), 5)
+        by_row = None if weights is None else weights[board.rank]
+        launch_combine(board, CALL, shares, own, by_row, out, tile, tile)
+        return out
+
+    return together(ranks, act)
+
+
+def combined_exact(
+    ranks: list[Board], shared: _Shared, rows: list[torch.Tensor], weights: list[torch.Tensor] | None, tile: Tile
+) -> list[torch.Tensor]:
+    def act(board: Board) -> torch.Tensor:
+        shares, own = shared.of(board), rows[board.rank]
+        out = own.new_full((len(shares.home_of_slot), own.shape[1]), 5)
+        sums, by_slot = torch.full(out.shape, 6.0), None if weights is None else weights[board.rank]
+        for slot in range(shares.home_of_slot.shape[1]):
+            launch_combine_slot(board, CALL, shares, own, by_slot, slot, sums, out, tile, tile)
+        return out
+
+    return together(ranks, act)
+
+
+@pytest.mark.parametrize(("dtype", "weighted"), [*((dtype, True) for dtype in DTYPES), (torch.float32, False)], ids=str)
 @all_shapes
-def test_pre_adding(num_tokens, top_k, hidden_dim, weighted, dtype):
-    row_of_slot, num_rows = _places(num_tokens, top_k)
-    rows, weights = _rows((num_rows, hidden_dim), dtype), torch.rand(num_rows) if weighted else None
-    ep_size, num_places = row_of_slot.shape[:2]
-    for slots in (range(top_k), range(top_k - 1, top_k)):
-        partials = torch.full((ep_size, MAX_TOKENS, hidden_dim), 9, dtype=dtype)
-        sent = torch.zeros(1, dtype=torch.int64)
-        launch_pre_add(rows, row_of_slot, weights, slots, partials, 0, sent, None)
-        index = row_of_slot[:, :, slots.start : slots.stop].long()
-        expected = partials.new_full(partials.shape, 9)
-        sums = reduce_rows(rows, index.reshape(-1, len(slots)), weights).view(ep_size, num_places, hidden_dim)
-        here = (index >= 0).any(2)
-        assert int(sent) == int(here[1:].sum())
-        expected[:, :num_places][here] = sums[here]
-        assert_bit_equal(partials, expected, "partial sums")
-
-
-def test_worked_example_of_pre_adding():
-    row_of_slot, rows = torch.tensor([[[1, 0]]], dtype=torch.int32), torch.tensor([[1.0], [2.0]]).repeat(1, 8)
-    by_row = torch.tensor([10.0, 100.0])
-    for slots, weights, expected in ((range(2), None, 3.0), (range(1, 2), None, 1.0), (range(2), by_row, 210.0)):
-        partials = torch.full((1, 1, 8), 9.0)
-        launch_pre_add(rows, row_of_slot, weights, slots, partials, 0, NOWHERE, None)
-        assert partials[0, 0].tolist() == [expected] * 8
-    partials = torch.full((1, 2, 8), 9.0)
-    launch_pre_add(
-        rows, torch.tensor([[[-2, -1], [-1, -1]]], dtype=torch.int32), None, range(2), partials, 0, NOWHERE, None
-    )
-    assert partials[0, :, 0].tolist() == [0.0, 9.0]
-
-
-def test_a_round_that_opens_a_call_carries_its_header():
-    headers, state, words = torch.zeros(2, 3).long(), torch.tensor([4, 0, 0, 0]), torch.tensor([7, 8, 9])
-    nothing = torch.full((2, 0, 1), -1, dtype=torch.int32)
-    launch_pre_add(torch.ones(0, 8), nothing, None, range(1), torch.zeros(2, 4, 8), 0, NOWHERE, (words, headers, state))
-    assert headers.tolist() == [[0, 0, 0], [7, 8, 9]]
-    state[0] = 5
-    launch_lay_out_scalars(torch.ones(0), nothing, torch.zeros(2, 4, 1), (-words, headers, state))
-    assert headers.tolist() == [[-7, -8, -9], [7, 8, 9]]
+def test_combining(num_tokens, top_k, hidden_dim, weighted, dtype):
+    routes, ep_size = Routes.of(num_tokens, top_k), len(num_tokens)
+    weighed = Weighed.of(routes, hidden_dim, dtype)
+    for combine, expect, weights, num_rounds in (
+        (combined_fast, _expected_fast, weighed.of_rows, 1),
+        (combined_exact, _expected_exact, weighed.of_slots, top_k),
+    ):
+        ranks, shared, used = boards(ep_size), _Shared(routes, weighed.rows), weights if weighted else None
+        actual = combine(ranks, shared, weighed.rows, used, tile_of(hidden_dim, 4))
+        for out, expected in zip(actual, expect(routes, weighed.rows, used), strict=True):
+            assert_bit_equal(out, expected, combine.__name__)
+        for board in ranks:
+            assert (int(board.state[ROUND]), int(board.state[PARTIALS])) == (num_rounds, num_rounds)
+            assert board.signals[READ].tolist() == [num_rounds << 31] * ep_size
+        # A share that is pulled is one for each token of another rank that a slot (of this round) has led here.
+        for rank, sent in enumerate(shared.sent):
+            away = [routes.row_of_slot[rank][other] != -1 for other in range(ep_size) if other != rank]
+            by_round = (lambda here: here.any(1)) if combine is combined_fast else (lambda here: here)
+            assert int(sent) == sum(int(by_round(here).sum()) for here in away)
 
 
 @given(
-    ep_size=st.integers(1, 4), top_k=st.sampled_from([1, 2, 5, 8]), num_tokens=st.sampled_from([0, 1, 20]),
-    dtype=st.sampled_from(DTYPES), weighted=st.booleans(), seed=st.integers(0, 2**16), data=st.data(),
+    ep_size=st.integers(1, 4), top_k=st.sampled_from([1, 2, 5]), num_tokens=st.sampled_from([0, 1, 20]),
+    dtype=st.sampled_from(DTYPES), weighted=st.booleans(), fast=st.booleans(), seed=st.integers(0, 2**16),
+    data=st.data(),
 )  # fmt: skip
-def test_adding_at_home(ep_size, top_k, num_tokens, dtype, weighted, seed, data):
-    rank = data.draw(st.integers(0, ep_size - 1))
-    generator, hidden_dim = torch.Generator().manual_seed(seed), 24
-    (ids,) = random_ids(generator, [num_tokens], top_k, 2 * ep_size)
-    home = homes(ids, 2)
-    shape = (ep_size, ep_size, MAX_TOKENS, hidden_dim)
-    slots = torch.randn(top_k, *shape, generator=generator).to(dtype)  # [slot, from_rank, to_rank, token]
-    out = torch.empty(num_tokens, hidden_dim, dtype=dtype)
+def test_combining_as_drawn(ep_size, top_k, num_tokens, dtype, weighted, fast, seed, data):
+    tokens = data.draw(st.permutations([num_tokens, 3, 0, 11]))[:ep_size]
+    routes = Routes.of(tokens, top_k, seed, bound=MAX_TOKENS)
+    weighed = Weighed.of(routes, 24, dtype)
+    combine, expect = (combined_fast, _expected_fast) if fast else (combined_exact, _expected_exact)
+    weights = (weighed.of_rows if fast else weighed.of_slots) if weighted else None
+    actual = combine(boards(ep_size), _Shared(routes, weighed.rows), weighed.rows, weights, tile_of(24))
+    for out, expected in zip(actual, expect(routes, weighed.rows, weights), strict=True):
+        assert_bit_equal(out, expected, combine.__name__)
 
-    launch_add_ranks(table_of(list(slots[0])), home, rank, MAX_TOKENS, out)
-    flat = slots[0, :, rank].reshape(-1, hidden_dim)
-    token = torch.arange(num_tokens).unsqueeze(1)
-    has = torch.stack([(home == other).any(1) for other in range(ep_size)], dim=1)
-    index = torch.where(has, torch.arange(ep_size) * MAX_TOKENS + token, -1)
-    assert_bit_equal(out, reduce_rows(flat, index, None), "sums over ranks")
 
-    weights = torch.rand(num_tokens, top_k, generator=generator) if weighted else None
-    sums = torch.empty(num_tokens, hidden_dim)
-    for slot in range(top_k):
-        launch_add_slot(table_of(list(slots[slot])), home, weights, slot, rank, MAX_TOKENS, sums, out)
-    flat = slots[:, :, rank].reshape(-1, hidden_dim)
-    index = torch.where(home < 0, -1, (torch.arange(top_k) * ep_size + home) * MAX_TOKENS + token)
-    assert_bit_equal(out, reduce_rows(flat, index, weights), "sums over slots")
+def test_worked_example_of_laying_out():
+    rows, by_row = torch.tensor([[1.0], [2.0]]).repeat(1, 8), torch.tensor([10.0, 100.0])
+    here = torch.zeros(1, 2, dtype=torch.int32)
+    routes = Routes([here], [torch.tensor([[[1, 0]]], dtype=torch.int32)], [2])
+    for combine, weights, laid_out, result in (
+        (combined_fast, None, 3.0, 3.0),
+        (combined_fast, [by_row], 210.0, 210.0),
+        (combined_exact, None, 1.0, 3.0),  # what slot 1 alone has laid out last
+        (combined_exact, [torch.tensor([[100.0, 10.0]])], 1.0, 210.0),
+    ):
+        shared = _Shared(routes, [rows], 1)
+        (out,) = combine(boards(1), shared, [rows], weights, tile_of(8))
+        assert shared.shares[0][0, 0].tolist() == [laid_out] * 8 and out.tolist() == [[result] * 8]
+
+
+def test_worked_example_of_laying_out_what_was_dropped():
+    dropped = torch.tensor([[[-2, -1], [-1, -1]]], dtype=torch.int32)
+    home = torch.tensor([[0, -1], [-1, -1]], dtype=torch.int32)
+    routes, rows = Routes([home], [dropped], [0]), [torch.ones(0, 8)]
+    for combine in (combined_fast, combined_exact):
+        shared = _Shared(routes, rows, 2)
+        (out,) = combine(boards(1), shared, rows, None, tile_of(8))
+        assert shared.shares[0][0, :, 0].tolist() == [0.0, 9.0] and out[:, 0].tolist() == [0.0, 0.0]
 
 
 def test_worked_example_of_adding_at_home():
-    home = torch.tensor([[1, -1, 0]], dtype=torch.int32)
-    shelves = [torch.full((2, 1, 8), 2.0), torch.full((2, 1, 8), 3.0)]
-    out, sums = torch.empty(1, 8), torch.empty(1, 8)
-    launch_add_ranks(table_of(shelves), home, 0, 1, out)
-    assert out[0, 0] == 5.0
-    weights = torch.tensor([[10.0, 0.0, 100.0]])
-    for slot, expected in ((0, 30.0), (1, 30.0)):
-        launch_add_slot(table_of(shelves), home, weights, slot, 0, 1, sums, out)
-        assert sums[0, 0] == expected
-    launch_add_slot(table_of(shelves), home, weights, 2, 0, 1, sums, out)
-    assert out[0].tolist() == [230.0] * 8
+    """Two ranks of one token on rank 0, of whose slots rank 1 has the first and rank 0 the third."""
+    home, nothing = torch.tensor([[1, -1, 0]], dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
+    places = [
+        torch.tensor(slots, dtype=torch.int32) for slots in ([[[-1, -1, 0]], [[-1] * 3]], [[[0, -1, -1]], [[-1] * 3]])
+    ]
+    routes, rows = Routes([home, nothing], places, [1, 1]), [torch.full((1, 8), 2.0), torch.full((1, 8), 3.0)]
+    out, empty = combined_fast(boards(2), _Shared(routes, rows, 1), rows, None, tile_of(8))
+    assert out.tolist() == [[5.0] * 8] and empty.shape == (0, 8)
+    weights = [torch.tensor([[10.0, 0.0, 100.0]]), torch.zeros(0, 3)]
+    out, empty = combined_exact(boards(2), _Shared(routes, rows, 1), rows, weights, tile_of(8))
+    assert out.tolist() == [[230.0] * 8]
+
+
+# -- scalars ----------------------------------------------------------------------------------------------------------
+
+
+def _swapped(routes: Routes, values: list[torch.Tensor], max_tokens: int) -> tuple[list[Board], list[torch.Tensor]]:
+    ranks, ep_size, top_k = boards(len(values)), len(values), routes.homes[0].shape[1]
+    slips = [torch.full((ep_size, max_tokens, top_k), 9.5) for _ in ranks]
+    table = table_of(slips)
+
+    def act(board: Board) -> torch.Tensor:
+        rank = board.rank
+        places = Slips(slips[rank], table, routes.row_of_slot[rank], routes.homes[rank])
+        return launch_swap_scalars(board, CALL, places, values[rank])
+
+    return ranks, together(ranks, act)
 
 
 @all_shapes
 def test_scalars(num_tokens, top_k, hidden_dim):
-    ep_size, num_local = len(num_tokens), 2
-    ids = random_ids(torch.Generator().manual_seed(3), num_tokens, top_k, num_local * ep_size)
-    shelves, expected = [], [torch.zeros(part.shape) for part in ids]
-    for rank in range(ep_size):
-        row_of_slot, num_rows = torch.full((ep_size, max(num_tokens), top_k), -1, dtype=torch.int32), 0
-        values = torch.randn(int(sum((homes(part, num_local) == rank).sum() for part in ids)))
-        for source, part in enumerate(ids):
-            for token, slot in (homes(part, num_local) == rank).nonzero().tolist():
-                row_of_slot[source, token, slot] = num_rows
-                expected[source][token, slot] = values[num_rows]
-                num_rows += 1
-        scalars = torch.full((ep_size, MAX_TOKENS, top_k), 9.0)
-        launch_lay_out_scalars(values, row_of_slot, scalars, None)
-        shelves.append(scalars)
-    for rank, part in enumerate(ids):
-        fetched = launch_fetch_scalars(table_of(shelves), homes(part, num_local), rank, MAX_TOKENS)
-        assert_bit_equal(fetched, expected[rank], "scalars")
+    routes = Routes.of(num_tokens, top_k, seed=3)
+    values = [torch.randn(num, generator=torch.Generator().manual_seed(num)) for num in routes.num_rows]
+    ranks, fetched = _swapped(routes, values, MAX_TOKENS)
+    for target, actual in enumerate(fetched):
+        expected = torch.zeros(actual.shape)
+        for row_of_slot, value in zip(routes.row_of_slot, values, strict=True):
+            row = row_of_slot[target, : len(expected)].long()
+            expected = torch.where(row >= 0, torch.cat([value, torch.zeros(1)])[row.clamp(min=-1)], expected)
+        assert_bit_equal(actual, expected, "scalars")
+    for board in ranks:
+        assert (int(board.state[ROUND]), int(board.state[SCALARS])) == (1, 1)
+        assert board.signals[READ].tolist() == [1 << 31] * len(ranks)
 
 
 def test_worked_example_of_scalars():
-    scalars = torch.full((2, 1, 1), 9.5)
-    launch_lay_out_scalars(torch.tensor([7.0, 9.0]), torch.tensor([[[0]], [[1]]], dtype=torch.int32), scalars, None)
-    assert scalars.flatten().tolist() == [7.0, 9.0]
-    table = table_of([scalars, torch.zeros(2, 1, 1)])
-    assert launch_fetch_scalars(table, torch.tensor([[0]], dtype=torch.int32), 1, 1).tolist() == [[9.0]]
-    assert launch_fetch_scalars(table, torch.tensor([[-1]], dtype=torch.int32), 1, 1).tolist() == [[0.0]]
-    launch_lay_out_scalars(torch.tensor([7.0]), torch.tensor([[[-2]], [[-1]]], dtype=torch.int32), scalars, None)
-    assert scalars.flatten().tolist() == [0.0, 9.0]
+    row_of_slot = [torch.tensor([[[0]], [[1]]], dtype=torch.int32), torch.full((2, 1, 1), -1, dtype=torch.int32)]
+    here = torch.tensor([[0]], dtype=torch.int32)
+    for home, expected in ((here, 9.0), (torch.full_like(here, -1), 0.0)):
+        routes = Routes([here, home], row_of_slot, [2, 0])
+        _, (own, fetched) = _swapped(routes, [torch.tensor([7.0, 9.0]), torch.zeros(0)], 1)
+        assert own.tolist() == [[7.0]] and fetched.tolist() == [[expected]]
+    dropped = [torch.tensor([[[0]], [[-2]]], dtype=torch.int32), row_of_slot[1]]
+    _, (own, fetched) = _swapped(Routes([here, here], dropped, [1, 0]), [torch.tensor([7.0]), torch.zeros(0)], 1)
+    assert own.tolist() == [[7.0]] and fetched.tolist() == [[0.0]]
+
+
+# -- far away ---------------------------------------------------------------------------------------------------------
 
 
 def test_rows_beyond_the_reach_of_32_bits():
@@ -191,17 +330,31 @@ def test_rows_beyond_the_reach_of_32_bits():
     last, hidden_dim, dtype = 299_999, 8192, torch.bfloat16
     wide = torch.empty(last + 1, hidden_dim, dtype=dtype)
     shelves = on_shelf([torch.ones(1, hidden_dim, dtype=dtype), torch.full((1, hidden_dim), 2, dtype=dtype)], 1)
-    row_of_slot = torch.tensor([[[0]], [[last]]], dtype=torch.int32)
-    launch_pull_rows(table_of(shelves), row_of_slot, 0, wide)
-    assert (wide[0] == 1).all() and (wide[last] == 2).all()
-    partials = torch.zeros(2, 1, hidden_dim, dtype=dtype)
-    launch_pre_add(wide, row_of_slot, None, range(1), partials, 0, NOWHERE, None)
-    assert (partials[0] == 1).all() and (partials[1] == 2).all()
-    out, home = torch.empty(1, hidden_dim, dtype=dtype), torch.tensor([[0]], dtype=torch.int32)
-    launch_add_ranks(table_of([wide]), home, 1, last, out)  # the second rank's first token of 2 x `last`
-    assert (out == 2).all()
-    out.zero_()
-    launch_add_slot(table_of([wide]), home, None, 0, 1, last, out.float(), out)
-    assert (out == 2).all()
-    launch_zero_padding(torch.tensor([[last], [last + 1]]), 2, wide)
-    assert (wide[last] == 0).all() and (wide[0] == 1).all()
+    row_of_slot, tile = torch.tensor([[[0]], [[last]]], dtype=torch.int32), Tile(4, 8192, 1)
+    (board, _), padding = boards(2, last_round=1), torch.tensor([[last - 1], [last]])
+    wide[last - 1] = 5
+    launch_pull_rows(
+        board, CALL.digest, table_of(shelves), row_of_slot, padding, wide, None, CHUNK_LEN, tile, padded=True
+    )
+    assert (wide[0] == 1).all() and (wide[last] == 2).all() and (wide[last - 1] == 0).all()
+
+    home = torch.zeros(1, 1, dtype=torch.int32)
+    laid_out = torch.zeros(2, 1, hidden_dim, dtype=dtype)
+    for exact in (False, True):
+        # This rank's rows lie far behind in `rows`; and what another has laid out for its token, far behind in `wide`.
+        (first, second), out, count = boards(2), torch.zeros(1, hidden_dim, dtype=dtype), torch.zeros(1).long()
+        for board in (first, second):
+            board.signals[CHUNKS + NUM_CHUNKS :] = word_of(1)  # the other's part is not played
+        nothing = torch.full((2, 1, 1), -1, dtype=torch.int32)
+        gives = Shares(laid_out, table_of([laid_out, laid_out]), row_of_slot, home, count, CHUNK_LEN)
+        far = torch.empty(1, last, hidden_dim, dtype=dtype)
+        takes = Shares(
+            wide[:1].view(1, 1, -1).expand(2, last, -1), table_of([wide, far]), nothing, home, count, CHUNK_LEN
+        )
+        for board, shares in ((first, gives), (second, takes)):
+            if exact:
+                launch_combine_slot(board, CALL, shares, wide, None, 0, out.float(), out, tile, tile)
+            else:
+                launch_combine(board, CALL, shares, wide, None, out, tile, tile)
+        assert (laid_out[0] == 1).all() and (laid_out[1] == 2).all()
+        assert (out == 2).all()

@@ -1,4 +1,4 @@
-"""Signals between ranks: who is told what, how a wait ends, and headers beside the data."""
+"""Signals between ranks: who is told what, and how a wait ends."""
 
 from __future__ import annotations
 
@@ -7,130 +7,264 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
-from crossdock.kernels.header import launch_read_headers
+from crossdock.kernels import signal
+from crossdock.kernels.launch import launch
 from crossdock.kernels.signal import (
+    ABORT,
     ABORTED,
     ARRIVED,
+    BAD_IDS,
+    CHUNKS,
     DEPARTED,
+    DESK_BEGUN,
+    DESK_CODE,
+    DESK_ENDED,
+    DIFFERS,
+    GIVEN_UP,
+    LAST_TARGET,
     LEFT,
-    NUM_KINDS,
-    PUBLISHED,
+    NUM_CHUNKS,
+    NUM_STATE,
+    NUM_WORDS,
+    PARTIALS,
     READ,
     ROUND,
+    ROUTED,
+    ROWS,
+    SCALARS,
+    SIGNALLING,
+    TOKENS,
     WAITING,
     Board,
-    launch_send,
+    GivenUp,
+    digest_of,
+    launch_tell,
     launch_wait,
+    varying,
     wait_kernel,
 )
-from tests.kernels.symmetric_ranks import table_of
+from tests.kernels.symmetric_ranks import CALL, boards, word_of
 
-BUFFER = 2
+DIGEST = CALL.digest
 
 
-def boards(ep_size: int, *, last_round: int = 3) -> list[Board]:
-    """Boards of ranks that have all published and read `last_round`."""
-    signals = [torch.full((NUM_KINDS, ep_size), last_round) for _ in range(ep_size)]
-    for words in signals:
-        words[DEPARTED] = 0
-    table = table_of(signals)
-    return [
-        Board(
-            signals=signals[rank],
-            table=table,
-            state=torch.tensor([last_round, 0, last_round, 0]),
-            abort=torch.zeros(1, dtype=torch.int64),
-            status=torch.zeros(2, dtype=torch.int64),
-            given_up=torch.zeros(1, dtype=torch.int64),
-            rank=rank,
-        )
-        for rank in range(ep_size)
-    ]
+# -- numbers that travel ----------------------------------------------------------------------------------------------
+
+
+@given(words=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+def test_a_digest_is_an_odd_number_of_31_bits_above_1(words):
+    digest = digest_of(words)
+    assert digest % 2 == 1 and 1 < digest < 2**31
+    assert digest == digest_of(tuple(words))
+    # Neither an odd number nor one of 16's multiples: a kernel compiled for one digest takes every other.
+    assert digest % 16 and digest.bit_length() == 31
+
+
+def test_calls_that_differ_in_one_place_have_other_digests():
+    words = list(range(15))
+    digests = {digest_of(words)}
+    for place in range(len(words)):
+        for bit in range(63):
+            changed = words.copy()
+            changed[place] ^= 1 << bit
+            digests.add(digest_of(changed))
+    assert len(digests) == 1 + len(words) * 63
+    assert len({digest_of([number, *words]) for number in range(20_000)}) == 20_000
+
+
+def test_a_varying_number_is_never_one_that_triton_looks_at():
+    for number in (0, 1, 7, 16, 4096, 2**30 - 2):
+        assert varying(number) % 2 == 1 and 1 < varying(number) < 2**31
+        assert (varying(number) - 3) // 2 == number
+
+
+def test_words_and_places_do_not_overlap():
+    words = [*range(TOKENS, TOKENS + 2), *range(ROUTED, ROUTED + 2), READ, DEPARTED]
+    words += [*range(CHUNKS, CHUNKS + 2 * NUM_CHUNKS), signal.ARRIVED_SMALL, *range(signal.BROUGHT, signal.BROUGHT + 2)]
+    assert sorted(words) == list(range(NUM_WORDS))
+    places = [ROUND, ROWS, PARTIALS, SCALARS, GIVEN_UP, signal.BEGUN, signal.ENDED, BAD_IDS]
+    places += [signal.NUM_SENT, LAST_TARGET, ABORT, signal.INBOX]
+    places += range(signal.ARRIVALS, signal.ARRIVALS + NUM_CHUNKS + 8)
+    assert len(set(places)) == len(places) and max(places) == NUM_STATE - 1
+
+
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _told(board: Board) -> dict[tuple[int, int], int]:
+    """Words of this rank's signals that are not 0, by kind and writer."""
+    return {(kind, rank): int(board.signals[kind, rank]) for kind, rank in board.signals.nonzero().tolist()}
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 3, 5])
-def test_sending(ep_size):
+def test_everybody_hears_of_routing(ep_size):
     ranks = boards(ep_size)
-    for board in ranks[:-1]:
-        launch_send(board, PUBLISHED, BUFFER)
-        assert board.state.tolist() == [4, 0, 4, 0]
+    sender = ranks[-1]
+    for number, (num_tokens, num_bad) in enumerate([(17, 0), (0, 3), (4096, 2**20)], start=1):
+        before = [_told(board) for board in ranks]
+        sender.state[BAD_IDS] = num_bad
+        launch_tell(sender, ROUTED, DIGEST, num_tokens=num_tokens)
+        news = {
+            (TOKENS + number % 2, sender.rank): num_tokens + (num_bad << 32),
+            (ROUTED + number % 2, sender.rank): word_of(number),
+        }
+        for board, earlier in zip(ranks, before, strict=True):
+            assert _told(board) == {key: word for key, word in (earlier | news).items() if word}
+        assert sender.state.tolist()[: ROWS + 1] == [number, number]
+        assert not sender.state[ROWS + 1 :].any()  # the bad ids have been told
+
+
+@pytest.mark.parametrize("buffer", [ROWS, PARTIALS, SCALARS])
+def test_everybody_hears_of_chunks_by_the_round_s_parity(buffer):
+    ranks = boards(3)
+    for number in (1, 2, 3):
+        launch_tell(ranks[1], CHUNKS, DIGEST, buffer=buffer, begins=True)
+        assert {place: int(ranks[1].state[place]) for place in (ROUND, buffer)} == {ROUND: number, buffer: number}
+        first = CHUNKS + number % 2 * NUM_CHUNKS
+        for board in ranks:
+            assert board.signals[first : first + NUM_CHUNKS, 1].tolist() == [word_of(number)] * NUM_CHUNKS
+            others = CHUNKS + (number - 1) % 2 * NUM_CHUNKS
+            assert board.signals[others : others + NUM_CHUNKS, 1].tolist() == [word_of(number - 1)] * NUM_CHUNKS
+            # Who dispatches instead waits for another word, and finds the digest there.
+            assert int(board.signals[ROUTED + number % 2, 1]) == word_of(number)
+            assert not board.signals[:, (0, 2)].any()
+            assert not board.signals[TOKENS : TOKENS + 2].any() and not board.signals[READ : DEPARTED + 1].any()
+
+
+def test_chunks_of_a_round_that_routing_has_begun_and_its_end():
+    ranks = boards(2, last_round=6)
+    launch_tell(ranks[0], ROUTED, DIGEST, num_tokens=1)
+    launch_tell(ranks[0], CHUNKS, DIGEST, buffer=ROWS)
+    launch_tell(ranks[0], READ, DIGEST)
+    assert ranks[0].state.tolist()[: ROWS + 1] == [7, 7]
     for board in ranks:
-        assert board.signals[PUBLISHED].tolist() == [4] * (ep_size - 1) + [3]
-    launch_send(ranks[0], READ)
-    launch_send(ranks[0], PUBLISHED, 1)
-    assert ranks[0].state.tolist()[1] == ranks[0].state.tolist()[0]
+        odd = slice(CHUNKS + NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS)
+        assert board.signals[odd, 0].tolist() == [word_of(7)] * NUM_CHUNKS
+        assert board.signals[READ].tolist() == [7 << 31, word_of(6)]  # of no call: whoever waits for it knows none
+
+
+@pytest.mark.parametrize("word", [ROUTED, CHUNKS, READ])
+def test_nobody_hears_of_a_rank_that_has_given_up(word):
+    ranks = boards(2)
+    ranks[0].state[GIVEN_UP] = ABORTED
+    launch_tell(ranks[0], word, DIGEST, buffer=ROWS, begins=word == CHUNKS)
     for board in ranks:
-        assert int(board.signals[READ, 0]) == (4 if ep_size > 1 else 3)
-        assert (board.signals[DEPARTED] == 0).all()
+        assert not board.signals[READ:].any() and not board.signals[ROUTED : ROUTED + 2].any()
 
 
-def look(board: Board, kind: int, word: int = ROUND) -> int:
-    """How a wait stands after one poll."""
-    from crossdock.kernels.launch import launch
+# -- waiting ----------------------------------------------------------------------------------------------------------
 
-    before = board.status.tolist()
+
+def look(board: Board, word: int, *, digest: int = DIGEST, buffer: int = 0) -> int:
+    """How a wait stands after one poll; what the host sees agrees."""
+    before, given_up = board.desk.tolist(), int(board.state[GIVEN_UP])
     launch(
-        wait_kernel, (1,), board.device, board.signals, board.state, board.abort, board.status, board.given_up, 1,
-        KIND=kind, WORD=word, EP_SIZE=board.ep_size, EP_BLOCK=4, POLLS_PER_LOOK=1,
+        wait_kernel, (1,), board.device, *board.tensors, digest, 1, 1,
+        WORD=word, BUFFER=buffer, COUNTS=False, NUM_CHUNKS=NUM_CHUNKS, helpers=SIGNALLING, **board.constants,
     )  # fmt: skip
-    ended = int(board.status[0]) - before[0]
-    code = int(board.status[1])
-    assert int(board.given_up) == code
+    code, ended = int(board.state[GIVEN_UP]), int(board.desk[DESK_ENDED]) - before[DESK_ENDED]
+    if not given_up:
+        assert int(board.desk[DESK_CODE]) == code
     return (code or ARRIVED) if ended else WAITING
 
 
-def test_worked_example_of_waiting():
-    for published, departed, aborted, code in (
-        ([4, 4], [0, 0], 0, ARRIVED),
-        ([4, 3], [0, 0], 0, WAITING),
-        ([4, 3], [0, 1], 0, LEFT),
-        ([4, 3], [0, 0], 1, ABORTED),
-        ([4, 4], [0, 1], 1, ARRIVED),  # what is there counts, whatever happened behind it
-        ([9, 4], [0, 0], 0, ARRIVED),
-    ):
-        board = boards(2, last_round=4)[0]
-        board.signals[PUBLISHED] = torch.tensor(published)
-        board.signals[DEPARTED] = torch.tensor(departed)
-        board.abort[0] = aborted
-        assert look(board, PUBLISHED) == code
+def _waiting_board(published: list[int], departed: list[int], aborted: int) -> Board:
+    board = boards(len(published), last_round=4)[0]
+    board.signals[ROUTED] = torch.tensor(published)
+    board.signals[DEPARTED] = torch.tensor(departed)
+    board.state[ABORT] = aborted
+    return board
 
 
-def test_each_kind_waits_for_its_own_word():
-    board = boards(3)[1]
-    board.signals[READ, 2] = 2
-    assert look(board, PUBLISHED) == ARRIVED
-    assert look(board, READ, BUFFER) == WAITING
-    assert look(board, READ, 1) == ARRIVED  # nothing was ever written there
+_FOUR, _OTHER, _THREE = word_of(4, 9), word_of(4, 8), word_of(3, 9)
 
 
-@pytest.mark.parametrize("end", ["arrives", "is aborted"])
-def test_a_wait_ends(end):
+@pytest.mark.parametrize(
+    ("published", "departed", "aborted", "code"),
+    [
+        ([_FOUR, _FOUR], [0, 0], 0, ARRIVED),
+        ([_FOUR, _THREE], [0, 0], 0, WAITING),
+        ([_FOUR, _THREE], [0, 1], 0, LEFT),
+        ([_THREE, _FOUR], [0, 1], 0, WAITING),  # the one that has left had told
+        ([_FOUR, _OTHER], [0, 0], 0, DIFFERS),
+        ([_OTHER, _OTHER], [0, 0], 0, DIFFERS),
+        ([_FOUR, _THREE], [0, 0], 1, ABORTED),
+        ([_FOUR, _FOUR], [0, 1], 1, ARRIVED),  # what is there counts, whatever happened behind it
+        ([_OTHER, _THREE], [0, 0], 0, WAITING),  # whether calls differ is asked once all are there
+        ([word_of(5, 9), _FOUR], [0, 0], 0, ARRIVED),
+        ([_FOUR], [0], 0, ARRIVED),
+        ([_FOUR, _FOUR, _FOUR, _FOUR, _THREE], [0, 0, 0, 0, 1], 0, LEFT),
+        ([_FOUR, _FOUR, _FOUR, _FOUR, _OTHER], [1, 1, 1, 1, 1], 0, DIFFERS),
+    ],
+)
+def test_how_a_wait_ends(published, departed, aborted, code):
+    board = _waiting_board(published, departed, aborted)
+    assert look(board, ROUTED, digest=9) == code
+    assert int(board.state[LAST_TARGET]) == (4 if code not in (ARRIVED, WAITING) else 0)
+
+
+def test_what_was_given_up_before_ends_every_wait():
+    board = _waiting_board([_FOUR, _FOUR], [0, 0], 0)
+    for before in (ABORTED, LEFT, DIFFERS):
+        board.state[GIVEN_UP], board.state[LAST_TARGET] = before, 2
+        for word in (ROUTED, CHUNKS, READ):
+            assert look(board, word, digest=9, buffer=ROWS) == before
+        assert int(board.state[LAST_TARGET]) == 2 and int(board.desk[DESK_CODE]) == 0  # told when it happened
+
+
+def test_reading_has_no_call_and_waits_for_the_buffer_s_last_round():
+    board = boards(3, last_round=3)[1]
+    board.state[ROWS], board.state[PARTIALS] = 3, 2
+    board.signals[READ] = torch.tensor([word_of(3, 0), word_of(3, 0), word_of(2, 0)])
+    assert look(board, READ, digest=77, buffer=PARTIALS) == ARRIVED
+    assert look(board, READ, digest=77, buffer=SCALARS) == ARRIVED  # nothing was ever laid out there
+    assert look(board, READ, digest=77, buffer=ROWS) == WAITING
+    board.signals[READ, 2] = word_of(3, 0)
+    assert look(board, READ, digest=77, buffer=ROWS) == ARRIVED
+
+
+def test_words_of_the_other_parity_do_not_count():
     board = boards(2)[0]
-    board.state[0] = 4
-    board.signals[PUBLISHED, 0] = 4
+    for number in (1, 2):
+        board.state[ROUND] = number
+        for word, last in ((ROUTED, ROUTED + number % 2), (CHUNKS, CHUNKS + number % 2 * NUM_CHUNKS + NUM_CHUNKS - 1)):
+            board.signals[:] = word_of(number)
+            board.signals[DEPARTED] = 0
+            assert look(board, word) == ARRIVED
+            board.signals[last] = 0
+            assert look(board, word) == WAITING
+
+
+@pytest.mark.parametrize("end", [ARRIVED, ABORTED, LEFT, DIFFERS])
+def test_a_wait_lasts_until_it_ends(end):
+    board = boards(2)[0]
+    board.state[ROUND] = 1
+    board.signals[ROUTED + 1, 0] = word_of(1)
 
     def later() -> None:
         time.sleep(0.1)
-        if end == "arrives":
-            board.signals[PUBLISHED, 1] = 4
+        if end in (ARRIVED, DIFFERS):
+            board.signals[ROUTED + 1, 1] = word_of(1) ^ (2 if end == DIFFERS else 0)
+        elif end == LEFT:
+            board.signals[DEPARTED, 1] = 1
         else:
-            board.abort[0] = 1
+            board.state[ABORT] = 1
 
     thread = threading.Thread(target=later)
     thread.start()
     begun = time.monotonic()
-    launch_wait(board, PUBLISHED, ROUND)
-    assert time.monotonic() - begun < 5.0
+    if end == ARRIVED:
+        launch_wait(board, ROUTED, DIGEST)
+    else:
+        with pytest.raises(GivenUp) as given_up:
+            launch_wait(board, ROUTED, DIGEST)
+        assert given_up.value.code == end
+    assert 0.05 < time.monotonic() - begun < 5.0
     thread.join()
-    assert board.status.tolist() == ([1, 0] if end == "arrives" else [1, ABORTED])
-
-
-def test_headers_are_read_by_parity():
-    headers = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6], [7, 8]])]
-    heard = torch.zeros(2, 2, dtype=torch.int64)
-    for number, expected in ((5, [[3, 4], [7, 8]]), (6, [[1, 2], [5, 6]])):
-        launch_read_headers(table_of(headers), torch.tensor([number, 0, 0, 0]), heard)
-        assert heard.tolist() == expected
+    assert board.desk.tolist()[DESK_BEGUN : DESK_ENDED + 1] == [1, 1]
+    assert int(board.desk[DESK_CODE]) == (0 if end == ARRIVED else end)

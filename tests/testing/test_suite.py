@@ -45,7 +45,6 @@ def test_workloads_are_all_different_and_always_the_same(ep_size: int):
 WANTING: dict[str, tuple[dict[str, Any], Workload]] = {
     "reductions": ({"reductions": frozenset({"fast"})}, Workload(ep_size=2, routing="skewed", reduction="exact")),
     "dtypes": ({"dtypes": frozenset({torch.bfloat16})}, Workload(ep_size=2, routing="skewed")),
-    "ragged_counts": ({"ragged_counts": False}, Workload(ep_size=2, routing="uneven token counts")),
     "row_capacities": (
         {"row_capacities": frozenset({"exact"})},
         Workload(ep_size=2, routing="skewed", capacity="balanced"),

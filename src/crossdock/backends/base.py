@@ -49,8 +49,8 @@ class BackendTraits:
         sync_free_devices: device types on which it offers others than `exact`; None is all that it serves.
         reductions: reductions it meets to the bit.
         capturable: whether its sync-free calls can be captured in a CUDA graph.
-        token_alignment: every rank's token count must be a multiple of this (the dispatcher pads).
-        ragged_counts: whether ranks may bring different token counts.
+        token_alignment: every rank's token count must be a multiple of this; the dispatcher pads.
+        ragged_counts: whether ranks may bring different token counts; where not, the dispatcher pads.
         ordered_rows: whether rows come in the contract's order; otherwise they are compared as a multiset.
         duplicate_experts: whether a token may name an expert twice.
         deduplicates: whether a token crosses the wire once per rank that wants it.
@@ -128,8 +128,7 @@ class Link:
     on_expiry: Callable[[CallFacts | None], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """One operation, as the transport sees it.
 
     Attributes:
@@ -177,6 +176,7 @@ class Received(NamedTuple):
 
 
 Layout = Sequence[torch.Tensor]
+Preference = Literal["never", "fallback", "preferred"]
 NewSize = Callable[[], int | torch.SymInt]
 
 
@@ -218,14 +218,37 @@ class Transport(ABC):
         """Empty tensors of the shapes that `dispatch` returns as layout, for tracing."""
 
     def agree_max(self, value: int, call: Call) -> int:
-        """The largest `value` of all ranks, which may be waited for; asked inside a layer's calibrating dispatch.
+        """The largest `value` of all ranks, which may be waited for.
+
+        Asked inside a layer's calibrating dispatch, and before an `exact` one of a backend without `ragged_counts`.
 
         Raises:
-            NotImplementedError: a backend that offers `calibrated` to more than one rank, and lacks this.
+            NotImplementedError: a backend that is asked for more than one rank, and lacks this.
         """
         if self.spec.ep_size > 1:
-            raise NotImplementedError("a backend that offers row_capacity calibrated has to agree on a maximum")
+            raise NotImplementedError(
+                "a backend that offers row_capacity calibrated, or no ragged_counts, has to agree on a maximum"
+            )
         return value
+
+    def fault_flag(self) -> torch.Tensor | None:
+        """`[1]` int64 on the device, not 0 once a call was given up that the host may not have heard of.
+
+        None where a call that fails raises at once. Whoever applies results asks it, so that none are applied.
+        """
+        return None
+
+    def look(self) -> None:
+        """Raise what is known by now of calls for which no host has waited; does not wait.
+
+        Raises:
+            TransportFault, ContractViolation: peers that did not come, or made another call.
+        """
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of persistent storage for communication on this rank."""
+        return 0
 
     def abandon(self) -> None:
         """Wake the peers that wait for this rank, if that is possible: it has given up, and they were told why."""
@@ -254,7 +277,11 @@ class Backend(ABC):
 
     name: str
     traits: BackendTraits
-    preference: Literal["never", "fallback", "preferred"] = "fallback"
+    preference: Preference = "fallback"
+
+    def preference_on(self, device: torch.device | None) -> Preference:
+        """What "auto" thinks of it for rows on this device: `preference`, wherever they are."""
+        return self.preference
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         """Why it cannot serve this shape on this group, in one sentence; None if it can."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +62,20 @@ class LoopbackMember:
     def store(self) -> Any:
         """Where the members meet to open."""
         return self.group.store
+
+    def reduction(self, timeout_s: float) -> Callable[[torch.Tensor], None]:
+        """A function that puts the largest value of all ranks in the place of each of a tensor's. Collective.
+
+        It raises `TransportFault` where ranks do not come within `timeout_s`.
+        """
+        number = self.store.add(f"crossdock/reductions/{self.rank}", 1)
+        board, rounds = self.group.board(f"reduction {number}"), itertools.count()
+
+        def reduce(values: torch.Tensor) -> None:
+            came = board.swap(self.rank, next(rounds), [values.clone() for _ in range(self.size)], timeout_s)
+            values.copy_(torch.stack(came).amax(0))
+
+        return reduce
 
 
 class _Board:

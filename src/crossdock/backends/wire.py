@@ -179,6 +179,9 @@ class WireTransport(Transport):
         call.verify(came.tolist())
         return int(came[:, BAD_IDS].max())
 
+    def fault_flag(self) -> torch.Tensor | None:
+        return self.wire.given_up
+
     def abandon(self) -> None:
         self.wire.abandon()
 

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 
 import crossdock
+from crossdock.kernels.digest import kernels_digest
 
 
 def describe_run() -> dict[str, Any]:
-    """Machine, versions, commit (None outside a checkout) and command, as plain JSON values."""
+    """Machine, versions, commit (None outside a checkout), kernels and command, as plain JSON values."""
     return {
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
+        "kernels": kernels_digest(),
         "command": shlex.join(["crossdock", *sys.argv[1:]]),
     }
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from ..errors import ContractViolation
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward", "redispatch")
+_LAYERS_REMEMBERED = 4096
 LAYER_NAME_WORDS = 6
 NUM_WORDS = 9 + LAYER_NAME_WORDS
 
 
-@dataclass(frozen=True)
-class CallFacts:
+class CallFacts(NamedTuple):
     """One operation as a rank understands it.
 
     Attributes:
@@ -48,13 +49,9 @@ class CallFacts:
             return "the opening of a dispatcher"
         return f"call {self.number} ({self.operation} of layer {self.layer!r})"
 
-    def words(self) -> list[int]:
+    def words(self) -> tuple[int, ...]:
         """`NUM_WORDS` int64 values, readable on the other side (of the layer's name the last 48 bytes)."""
-        name = self.layer.encode()
-        digest = int.from_bytes(hashlib.sha256(name).digest()[:7], "little")
-        cut = name[-8 * LAYER_NAME_WORDS :].ljust(8 * LAYER_NAME_WORDS, b"\0")
-        letters = [int.from_bytes(cut[i : i + 8], "little", signed=True) for i in range(0, len(cut), 8)]
-        return [
+        return (
             self.number,
             OPERATIONS.index(self.operation),
             self.num_tokens_per_rank,
@@ -63,9 +60,17 @@ class CallFacts:
             int(self.apply_scores),
             self.dispatch_number,
             self.num_rows,
-            digest,
-            *letters,
-        ]
+            *_words_of_name(self.layer),
+        )
+
+
+@lru_cache(maxsize=_LAYERS_REMEMBERED)
+def _words_of_name(layer: str) -> tuple[int, ...]:
+    """A digest of the name, and its last letters."""
+    name = layer.encode()
+    digest = int.from_bytes(hashlib.sha256(name).digest()[:7], "little")
+    cut = name[-8 * LAYER_NAME_WORDS :].ljust(8 * LAYER_NAME_WORDS, b"\0")
+    return digest, *(int.from_bytes(cut[i : i + 8], "little", signed=True) for i in range(0, len(cut), 8))
 
 
 def _layer_name(words: Sequence[int]) -> str:

@@ -7,9 +7,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from ..errors import CapacityOverflow, ContractViolation, CrossdockError, InvalidInput, PeerTimeout
@@ -63,13 +63,18 @@ class Session:
             raise
         return session
 
-    @contextmanager
-    def call(self, facts: CallFacts) -> Iterator[CallFacts]:
+    def call(self, facts: CallFacts) -> InCall:
         """Run one operation: number it, keep second threads out, and turn a transport's fault into its meaning.
+
+        The context gives the facts with their number; `state.words` are its words.
 
         Raises:
             ContractViolation, PeerTimeout: this call's fault, or the first one of this dispatcher again.
         """
+        return InCall(self, facts)
+
+    def begin(self, facts: CallFacts) -> CallFacts:
+        """Enter a call, see `call`; the facts with their number."""
         if os.getpid() != self._pid:
             raise ContractViolation(
                 f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
@@ -82,24 +87,19 @@ class Session:
             )
         try:
             self.raise_fault()
-            numbered = self._enter(facts)
-            try:
-                yield numbered
-            except TransportFault as error:
-                waited_s = time.monotonic() - self.state.since
-                self._break(self.fault or self._explain(numbered, error, waited_s), error)
-            except ContractViolation as error:
-                self._break(self._agreed_violation(numbered, error), error)
-            except InvalidInput:
-                self.state.move_to("idle")  # refused before any communication, or by all ranks alike
-                raise
-            except BaseException as error:  # the peers are waiting for what will not come: this rank is to blame
-                own_rank = [self.members.rank]
-                self.fault = ContractViolation(f"{numbered} failed on this rank: {error!r}", own_rank)
-                self.state.move_to("failed")
-                raise
-            self.num_calls += 1
-            self.state.move_to("idle")
+            return self._enter(facts)
+        except BaseException:
+            self._entry.release()
+            raise
+
+    def end(self, numbered: CallFacts, error: BaseException | None) -> None:
+        """Leave a call, which `error` may have ended."""
+        try:
+            if error is not None:
+                self._fail(numbered, error)
+            else:
+                self.num_calls += 1
+                self.state.move_to("idle")
         finally:
             self._entry.release()
 
@@ -117,6 +117,17 @@ class Session:
             raise copy.copy(self.fault)  # a fresh one: a traceback would keep the tensors of the failed call alive
         if self.state.phase == "closed":
             raise ContractViolation("this dispatcher is closed")
+
+    def probe(self, look: Callable[[], None]) -> None:
+        """Let a transport look at calls for which no host has waited; what it raises becomes this dispatcher's fault.
+
+        Raises:
+            ContractViolation, PeerTimeout: see `call`.
+        """
+        try:
+            look()
+        except (TransportFault, ContractViolation) as error:
+            self._fail(CallFacts(self.state.call, self.state.operation, self.state.layer), error)
 
     def expire(self, facts: CallFacts | None) -> None:
         """Work of a call is overdue on the device: find out who is missing. Called by a watch, from its own thread."""
@@ -154,9 +165,23 @@ class Session:
             self.server.close()
 
     def _enter(self, facts: CallFacts) -> CallFacts:
-        numbered = replace(facts, number=self.num_calls)
-        self.state.enter(numbered.number, facts.operation, facts.layer, tuple(numbered.words()))
+        numbered = facts._replace(number=self.num_calls)
+        self.state.enter(numbered.number, facts.operation, facts.layer, numbered.words())
         return numbered
+
+    def _fail(self, numbered: CallFacts, error: BaseException) -> None:
+        """Raise what an error of a call means; where it means itself, its own way goes on."""
+        if isinstance(error, TransportFault):
+            waited_s = time.monotonic() - self.state.since
+            self._break(self.fault or self._explain(numbered, error, waited_s), error)
+        elif isinstance(error, ContractViolation):
+            self._break(self._agreed_violation(numbered, error), error)
+        elif isinstance(error, InvalidInput):
+            self.state.move_to("idle")  # refused before any communication, or by all ranks alike
+        else:  # the peers are waiting for what will not come: this rank is to blame
+            own_rank = [self.members.rank]
+            self.fault = ContractViolation(f"{numbered} failed on this rank: {error!r}", own_rank)
+            self.state.move_to("failed")
 
     def _break(self, fault: CrossdockError, cause: BaseException) -> None:
         self.fault = copy.copy(fault)
@@ -218,3 +243,21 @@ class Session:
                 f"ranks {lost} offered to open, and nothing answers where they can be asked", expired=False
             )
             raise self._explain(opening, nothing, time.monotonic() - self.state.since)
+
+
+class InCall:
+    """The inside of one call, see `Session.call`. A class, since `contextmanager` costs the host 1 us a call more."""
+
+    __slots__ = ("_facts", "_session")
+
+    def __init__(self, session: Session, facts: CallFacts) -> None:
+        self._session, self._facts = session, facts
+
+    def __enter__(self) -> CallFacts:
+        self._facts = self._session.begin(self._facts)
+        return self._facts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.end(self._facts, error)

@@ -1,10 +1,11 @@
 """Where routed slots go among the rows of this rank's experts: by expert, then source rank, token and slot.
 
-Every rank gets the ids of all ranks and works this out for itself, in four steps over blocks of tokens: place every slot
-among those of its expert in its block; sum up over blocks; lay the experts' groups one after the other, up to the
-capacity; add up. Two ranks, one local expert (expert 0), one slot a token; rank 0 has sent ids `[[0]]`, rank 1 `[[1],
-[0]]`. Blocks of one token, two a rank: slots by block are 1, 0, 0, 1, so 0, 1, 1, 1 stand before them; the group begins
-at row 0 and has 2 rows; `row_of_slot = [[[0], [-1]], [[-1], [1]]]`. With a capacity of 1 row the last slot is dropped:
+Every rank gets the ids of all ranks and works this out for itself, over blocks of tokens. First every slot is placed
+among those of its expert in its block, and they are counted; then the experts' groups are laid one after the other, up
+to the capacity, and a slot's row is its group's start, plus what stands in earlier blocks, plus what stands before it
+in its own. Two ranks, one local expert (expert 0), one slot a token; rank 0 has sent ids `[[0]]`, rank 1 `[[1], [0]]`.
+Blocks of one token, two a rank: slots by block are 1, 0, 0, 1, so 0, 1, 1, 1 stand before them; the group begins at row
+0 and has 2 rows; `row_of_slot = [[[0], [-1]], [[-1], [1]]]`. With a capacity of 1 row the last slot is dropped:
 `[[[0], [-1]], [[-1], [-2]]]`, 1 row is kept and 2 were wanted.
 """
 
@@ -13,18 +14,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-from .blocks import Tile, token_block, up_to
+from .blocks import Tile, power_of_two, token_block, up_to
 from .launch import launch
 from .publish import copy_chunks
-from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, ROUTED, SIGNALLING, Board, launch_wait, meet, varying
+from .signal import (
+    ENDLESS,
+    NUM_CHUNKS,
+    POLLS_PER_LOOK,
+    ROUTED,
+    SIGNALLING,
+    Board,
+    count_wait,
+    is_last,
+    launch_wait,
+    meet,
+    varying,
+    wait_for,
+    wide,
+)
 
 NO_ROW, DROPPED = -1, -2
-_COUNT, _SUM, _PLACE = 1, 2, 4  # the steps; sums and groups are one
-_SCAN_BLOCKS = 256
+_COUNTS_AT_ONCE = 4096  # elements: 16 registers of a thread
 _OTHERS = 32  # slots that a slot is compared with at a time
+_CPU_COMPARISONS = 1 << 19  # at a time in the interpreter, which takes tensors of 2^20 elements
 
 
 class Routed(NamedTuple):
@@ -47,8 +61,7 @@ class Groups(NamedTuple):
     Attributes:
         row_of_slot: `[ep_size, S, K]` int32: the row of every slot; `NO_ROW` without an expert here, `DROPPED` beyond
             the capacity. Until slots are placed: how many of its expert stand before it in its block.
-        before: `[ep_size * num_blocks, e]` int32: slots of an expert before each block of tokens.
-        starts: `[e]` int64: first row of each group.
+        counts: `[ep_size * num_blocks, e]` int32: slots of an expert in each block of tokens.
         padding: `[2, e]` int64: where each group's padding begins and ends.
         tokens_per_expert: `[e]` int64: rows that are kept.
         wanted: `[e]` int64: rows that were asked for.
@@ -58,8 +71,7 @@ class Groups(NamedTuple):
     """
 
     row_of_slot: torch.Tensor
-    before: torch.Tensor
-    starts: torch.Tensor
+    counts: torch.Tensor
     padding: torch.Tensor
     tokens_per_expert: torch.Tensor
     wanted: torch.Tensor
@@ -78,7 +90,7 @@ class RowsToPublish(NamedTuple):
 
 
 def count_block(
-    ids_ptr, row_of_slot_ptr, before_ptr, num_tokens, from_rank, block, tile, bound, max_tokens, first_expert,
+    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens, first_expert,
     TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
@@ -90,82 +102,89 @@ def count_block(
     expert = tl.load(ids_at + token * TOP_K + slot, mask=named, other=-1) - first_expert
     here = named & (expert >= 0) & (expert < NUM_LOCAL)
     expert = tl.where(here, expert, -1)
+    counts = counts_ptr + wide(tile) * NUM_LOCAL
+    local = tl.arange(0, LOCAL_BLOCK)
+    tl.store(counts + local, 0, mask=local < NUM_LOCAL)
     earlier = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
-    later = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
-    for start in range(0, BLOCK * TOP_K_BLOCK, OTHERS):
+    for start in tl.static_range(0, BLOCK * TOP_K_BLOCK, OTHERS):  # unrolled, so that all is loaded at once
         other = start + tl.arange(0, OTHERS)
         other_token, other_slot = block * BLOCK + other // TOP_K_BLOCK, other % TOP_K_BLOCK
         other_named = (other_token < num_tokens) & (other_slot < TOP_K)
         other_id = tl.load(ids_at + other_token * TOP_K + other_slot, mask=other_named, other=-1) - first_expert
-        same = expert[:, None] == other_id[None, :]
-        earlier += tl.reduce((same & (other[None, :] < flat[:, None])).to(tl.int32), 1, tl.standard._sum_combine)
-        later += tl.reduce((same & (other[None, :] > flat[:, None])).to(tl.int32), 1, tl.standard._sum_combine)
+        same = (expert[:, None] == other_id[None, :]) & (other[None, :] < flat[:, None])
+        earlier += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
     at = (wide(from_rank) * bound + token) * TOP_K + slot
     tl.store(row_of_slot_ptr + at, tl.where(here, earlier, -1), mask=(token < bound) & (slot < TOP_K))
-    counts = before_ptr + wide(tile) * NUM_LOCAL
-    local = tl.arange(0, LOCAL_BLOCK)
-    tl.store(counts + local, 0, mask=local < NUM_LOCAL)
     tl.debug_barrier()
-    tl.store(counts + expert, earlier + 1, mask=here & (later == 0))
+    tl.atomic_add(counts + expert, 1, mask=here, sem="relaxed", scope="gpu")
 
 
-def sum_expert(counts_ptr, wanted_ptr, expert, num_tiles, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr):
-    """One expert's counts by block become what stands before each block; and their sum."""
-    carry = tl.full((), 0, tl.int32)
-    for first in range(0, num_tiles, BLOCK):
-        tile = (first + tl.arange(0, BLOCK)).to(tl.int64)
-        at = counts_ptr + tile * NUM_LOCAL + expert
-        count = tl.load(at, mask=tile < num_tiles, other=0)
-        tl.store(at, carry + tl.associative_scan(count, 0, tl.standard._sum_combine) - count, mask=tile < num_tiles)
-        carry += tl.reduce(count, 0, tl.standard._sum_combine)
-    tl.store(wanted_ptr + expert, carry.to(tl.int64))
+def count_before(counts_ptr, tile, num_tiles, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Slots by expert in the blocks before `tile`, and in all: counts 1, 0, 0, 1 are 1 before tile 3, and 2."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    before = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    total = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    for start in range(0, num_tiles, TILES):
+        other = start + tl.arange(0, TILES)
+        known = (other < num_tiles)[:, None] & (local < NUM_LOCAL)[None, :]
+        at = counts_ptr + other[:, None].to(tl.int64) * NUM_LOCAL + local[None, :]
+        count = tl.load(at, mask=known, other=0)
+        total += count
+        before += tl.where((other < tile)[:, None], count, 0)
+    return tl.reduce(before, 0, tl.standard._sum_combine), tl.reduce(total, 0, tl.standard._sum_combine)
 
 
-def fit_groups(
-    wanted_ptr, starts_ptr, padding_ptr, kept_ptr, ends_ptr, num_rows_ptr, capacity,
-    ALIGNMENT: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Padded groups one after the other, cut off at the capacity.
+def fit_groups(wanted, capacity, ALIGNMENT: tl.constexpr):
+    """Padded groups one after the other, cut off at the capacity: starts, kept, ends, and the rows of all.
 
     Wanted 0, 1, 9 with alignment 8 end at 0, 8, 24; with a capacity of 16 they end at 0, 8, 16 and keep 0, 1, 8.
     """
-    expert = tl.arange(0, LOCAL_BLOCK)
-    known = expert < NUM_LOCAL
-    wanted = tl.load(wanted_ptr + expert, mask=known, other=0)
     padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
     start = end - padded
     room = tl.where(capacity > start, capacity - start, 0)
     kept = tl.where(wanted < room, wanted, room)
-    inside = tl.where(end < capacity, end, capacity)
     start = tl.where(start < capacity, start, capacity)
-    tl.store(starts_ptr + expert, start, mask=known)
-    tl.store(padding_ptr + expert, start + kept, mask=known)
-    tl.store(padding_ptr + NUM_LOCAL + expert, inside, mask=known)
-    tl.store(kept_ptr + expert, kept, mask=known)
-    tl.store(ends_ptr + expert, inside.to(tl.int32), mask=known)
-    tl.store(num_rows_ptr, tl.reduce(padded, 0, tl.standard._sum_combine))
+    return start, kept, tl.where(end < capacity, end, capacity), tl.reduce(padded, 0, tl.standard._sum_combine)
+
+
+def report_groups(
+    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start, kept, end, num_rows,
+    NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what the caller is told of the groups, and of what every rank brings (`told_ptr [EP]`)."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    known = local < NUM_LOCAL
+    tl.store(wanted_ptr + local, wanted.to(tl.int64), mask=known)
+    tl.store(padding_ptr + local, (start + kept).to(tl.int64), mask=known)
+    tl.store(padding_ptr + NUM_LOCAL + local, end.to(tl.int64), mask=known)
+    tl.store(kept_ptr + local, kept.to(tl.int64), mask=known)
+    tl.store(ends_ptr + local, end, mask=known)
+    tl.store(report_ptr, num_rows.to(tl.int64))
+    peer = tl.arange(0, EP_BLOCK)
+    brought = tl.load(told_ptr + peer, mask=peer < EP_SIZE, other=0)
+    tl.store(report_ptr + 1 + peer, brought & 0xFFFFFFFF, mask=peer < EP_SIZE)
+    tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
 
 
 def place_block(
-    ids_ptr, scores_ptr, row_of_slot_ptr, before_ptr, starts_ptr, kept_ptr, row_scores_ptr, from_rank, block, tile,
-    bound, max_tokens, first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row_ptr, from_rank, block, bound, max_tokens,
+    first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block of tokens: the group's start, what stands before the block, and before the slot in it."""
+    """Rows of one block of tokens: `next_row_ptr [2, e]` has each expert's next row, and how many still fit."""
     flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
     token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
     at = (wide(from_rank) * bound + token) * TOP_K + slot
     earlier = tl.load(row_of_slot_ptr + at, mask=(token < bound) & (slot < TOP_K), other=-1)
     here = earlier >= 0
     source = wide(from_rank) * max_tokens * TOP_K + token * TOP_K + slot
+    score = tl.load(scores_ptr + source, mask=here, other=0.0)
     expert = tl.load(ids_ptr + source, mask=here, other=0) - first_expert
     expert = tl.where(here, expert, 0)
-    nth = tl.load(before_ptr + wide(tile) * NUM_LOCAL + expert, mask=here, other=0) + earlier
-    row = tl.load(starts_ptr + expert, mask=here, other=0) + nth
-    fits = here & (nth < tl.load(kept_ptr + expert, mask=here, other=0))
-    tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2).to(tl.int32), mask=here)
-    tl.store(row_scores_ptr + row, tl.load(scores_ptr + source, mask=fits, other=0.0), mask=fits)
+    row = tl.load(next_row_ptr + expert, mask=here, other=0) + earlier
+    fits = here & (earlier < tl.load(next_row_ptr + NUM_LOCAL + expert, mask=here, other=0))
+    tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2), mask=here)
+    tl.store(row_scores_ptr + row, score, mask=fits)
 
 
 def arrange_kernel(
@@ -173,15 +192,15 @@ def arrange_kernel(
     ids_ptr,  # [EP, max_tokens, K] int32
     scores_ptr,  # [EP, max_tokens, K] float32
     row_of_slot_ptr,  # [EP, S, K] int32
-    before_ptr,  # [EP * num_blocks, e] int32
-    starts_ptr,  # [e] int64
+    counts_ptr,  # [EP * num_blocks, e] int32
     padding_ptr,  # [2, e] int64
     kept_ptr,  # [e] int64
     wanted_ptr,  # [e] int64
     ends_ptr,  # [e] int32
     bad_ids_ptr,  # [EP] int64
     report_ptr,  # [1 + EP] int64
-    row_scores_ptr,  # [R] float32; used by the last step
+    next_row_ptr,  # [programs, 2, e] int32, of nobody else's interest
+    row_scores_ptr,  # [R] float32; used when slots are placed
     x_ptr,  # [T, D]
     shelf_ptr,  # [max_tokens, D], shared
     rank,
@@ -194,7 +213,8 @@ def arrange_kernel(
     max_tokens,
     chunk_len,
     num_arrangers,  # the programs behind them lay out rows
-    STEPS: tl.constexpr,
+    COUNTS: tl.constexpr,  # the first step
+    PLACES: tl.constexpr,  # the second
     FUSED: tl.constexpr,  # whether this kernel waits and tells, and its programs meet between steps
     COPIES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -204,7 +224,7 @@ def arrange_kernel(
     LOCAL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
-    SCAN_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
@@ -213,7 +233,7 @@ def arrange_kernel(
     POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Some steps of arranging, by some programs; the others lay out rows (patterns acquire, grid and publish)."""
+    """Arranging, by some programs; the others lay out rows (patterns acquire, grid and publish)."""
     first = tl.program_id(0)
     number = tl.load(state_ptr)
     if first >= num_arrangers:
@@ -228,7 +248,12 @@ def arrange_kernel(
         first_expert = rank * NUM_LOCAL
         num_blocks = (bound + BLOCK - 1) // BLOCK
         num_tiles = EP_SIZE * num_blocks
-        if STEPS % 2 == 1:
+        # Neighbours, since whoever places a block goes on from the one before it.
+        own = (num_tiles + num_arrangers - 1) // num_arrangers
+        begin = first * own
+        end_tile = tl.where(begin + own < num_tiles, begin + own, num_tiles)
+        told_ptr = signals_ptr + number % 2 * EP_SIZE
+        if COUNTS:
             if FUSED:
                 if first == 0:
                     count_wait(state_ptr, desk_ptr, 5)
@@ -237,51 +262,52 @@ def arrange_kernel(
                     signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True,
                     EP_SIZE, EP_BLOCK,
                 )  # fmt: skip
-            for tile in range(first, num_tiles, num_arrangers):
-                from_rank, block = tile // num_blocks, tile % num_blocks
-                brought = tl.load(signals_ptr + number % 2 * EP_SIZE + from_rank)
-                num_tokens = (brought & 0xFFFFFFFF).to(tl.int32)
-                num_tokens = tl.where(num_tokens < bound, num_tokens, bound)
-                count_block(
-                    ids_ptr, row_of_slot_ptr, before_ptr, num_tokens, from_rank, block, tile, bound, max_tokens,
-                    first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS,
-                )  # fmt: skip
-            if FUSED:
-                meet(state_ptr, 0, num_arrangers)
-        if STEPS // 2 % 2 == 1:
-            for expert in range(first, NUM_LOCAL, num_arrangers):
-                sum_expert(before_ptr, wanted_ptr, expert, num_tiles, NUM_LOCAL, SCAN_BLOCK)
-            if FUSED:
                 if first == 0:
                     count_wait(state_ptr, desk_ptr, 6)
-                meet(state_ptr, 1, num_arrangers)
-            if first == 0:
-                fit_groups(
-                    wanted_ptr, starts_ptr, padding_ptr, kept_ptr, ends_ptr, report_ptr, capacity,
-                    ALIGNMENT, NUM_LOCAL, LOCAL_BLOCK,
-                )  # fmt: skip
-                peer = tl.arange(0, EP_BLOCK)
-                brought = tl.load(signals_ptr + number % 2 * EP_SIZE + peer, mask=peer < EP_SIZE, other=0)
-                tl.store(report_ptr + 1 + peer, brought & 0xFFFFFFFF, mask=peer < EP_SIZE)
-                tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
-        if STEPS // 4 == 1:
-            if FUSED and STEPS == 7:
-                meet(state_ptr, 2, num_arrangers)
-            for tile in range(first, num_tiles, num_arrangers):
+            for tile in range(begin, end_tile):
                 from_rank, block = tile // num_blocks, tile % num_blocks
-                place_block(
-                    ids_ptr, scores_ptr, row_of_slot_ptr, before_ptr, starts_ptr, kept_ptr, row_scores_ptr,
-                    from_rank, block, tile, bound, max_tokens, first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, BLOCK,
+                num_tokens = (tl.load(told_ptr + from_rank) & 0xFFFFFFFF).to(tl.int32)
+                num_tokens = tl.where(num_tokens < bound, num_tokens, bound)
+                count_block(
+                    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens,
+                    first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS,
                 )  # fmt: skip
-            if ALIGNMENT > 1:
-                for expert in range(first, NUM_LOCAL, num_arrangers):
-                    padding, end = tl.load(padding_ptr + expert), tl.load(padding_ptr + NUM_LOCAL + expert)
-                    for row in range(padding, end):
-                        tl.store(row_scores_ptr + row, 0.0)
-        if FUSED:
+            if PLACES:
+                meet(state_ptr, 0, num_arrangers)
+        reports = tl.full((), 0, tl.int32) + (first == 0)
+        if COUNTS and not PLACES:
+            reports = tl.full((), 0, tl.int32) + is_last(state_ptr, 9, num_arrangers)
+        if PLACES or (reports != 0):
+            before, wanted = count_before(counts_ptr, begin, num_tiles, NUM_LOCAL, LOCAL_BLOCK, TILES)
+            start, kept, end, num_rows = fit_groups(wanted, capacity, ALIGNMENT)
+            if COUNTS:
+                if reports != 0:
+                    report_groups(
+                        wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start,
+                        kept, end, num_rows, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
+                    )  # fmt: skip
+            if PLACES:
+                local = tl.arange(0, LOCAL_BLOCK)
+                known = local < NUM_LOCAL
+                next_row = next_row_ptr + first * 2 * NUM_LOCAL
+                if ALIGNMENT > 1:
+                    if first == 0:
+                        for nth in range(1, ALIGNMENT):
+                            padding = start + kept + nth - 1
+                            tl.store(row_scores_ptr + padding, 0.0, mask=known & (padding < end))
+                for tile in range(begin, end_tile):
+                    tl.debug_barrier()  # the last block's rows have been read
+                    tl.store(next_row + local, start + before, mask=known)
+                    tl.store(next_row + NUM_LOCAL + local, kept - before, mask=known)
+                    tl.debug_barrier()
+                    place_block(
+                        ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row, tile // num_blocks,
+                        tile % num_blocks, bound, max_tokens, first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, BLOCK,
+                    )  # fmt: skip
+                    before += tl.load(counts_ptr + wide(tile) * NUM_LOCAL + local, mask=known, other=0)
+        if COUNTS and PLACES:
             if is_last(state_ptr, 9, num_arrangers):
-                for counter in range(3):
-                    tl.store(state_ptr + 26 + counter, 0)
+                tl.store(state_ptr + 26, 0)
 
 
 def launch_arrange(
@@ -310,12 +336,14 @@ def launch_arrange(
         The groups, and `row_scores [R]` float32, 0 on padding rows; None without R.
     """
     groups = _new_groups(board, routed, num_local)
-    steps = (_COUNT | _SUM) if num_rows is None else (_COUNT | _SUM | _PLACE)
     row_scores = None if num_rows is None else torch.empty(num_rows, dtype=torch.float32, device=board.device)
     if not board.fused:
         launch_wait(board, ROUTED, digest)
-    for step in (steps,) if board.fused else tuple(s for s in (_COUNT, _SUM, _PLACE) if s & steps):
-        _launch(board, digest, routed, groups, alignment, num_rows, row_scores, step, programs, meanwhile)
+    steps = [(True, num_rows is not None)]
+    if not board.fused and num_rows is not None:  # in the interpreter the steps are launches of their own
+        steps = [(True, False), (False, True)]
+    for counts, places in steps:
+        _launch(board, digest, routed, groups, alignment, num_rows, row_scores, counts, places, programs, meanwhile)
     return groups, row_scores
 
 
@@ -324,19 +352,18 @@ def launch_place(
 ) -> torch.Tensor:
     """Place the slots that `launch_arrange` has counted: fills `row_of_slot`, returns `row_scores [R]` float32."""
     row_scores = torch.empty(num_rows, dtype=torch.float32, device=board.device)
-    _launch(board, digest, routed, groups, alignment, num_rows, row_scores, _PLACE, programs, None)
+    _launch(board, digest, routed, groups, alignment, num_rows, row_scores, False, True, programs, None)
     return row_scores
 
 
 def _new_groups(board: Board, routed: Routed, num_local: int) -> Groups:
     top_k, device = routed.ids.shape[2], board.device
-    num_blocks = triton.cdiv(routed.bound, token_block(device, routed.bound, top_k))
-    parts = (num_local, num_local, board.ep_size, 1 + board.ep_size)
-    starts, wanted, bad_ids, report = torch.empty(sum(parts), dtype=torch.int64, device=device).split(parts)
+    num_blocks = -(-routed.bound // token_block(device, routed.bound, top_k))
+    parts = (num_local, board.ep_size, 1 + board.ep_size)
+    wanted, bad_ids, report = torch.empty(sum(parts), dtype=torch.int64, device=device).split_with_sizes(parts)
     return Groups(
         row_of_slot=torch.empty(board.ep_size, routed.bound, top_k, dtype=torch.int32, device=device),
-        before=torch.empty(board.ep_size * num_blocks, num_local, dtype=torch.int32, device=device),
-        starts=starts,
+        counts=torch.empty(board.ep_size * num_blocks, num_local, dtype=torch.int32, device=device),
         padding=torch.empty(2, num_local, dtype=torch.int64, device=device),
         tokens_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
         wanted=wanted,
@@ -354,29 +381,34 @@ def _launch(
     alignment: int,
     num_rows: int | None,
     row_scores: torch.Tensor | None,
-    steps: int,
+    counts: bool,
+    places: bool,
     programs: int,
     meanwhile: RowsToPublish | None,
 ) -> None:
-    num_local, top_k = groups.starts.shape[0], routed.ids.shape[2]
+    num_local, top_k = groups.wanted.shape[0], routed.ids.shape[2]
     block = token_block(board.device, routed.bound, top_k)
-    arrangers = max(1, min(programs, max(groups.before.shape[0], num_local))) if board.fused else 1
-    x = groups.starts.view(1, -1) if meanwhile is None else meanwhile.x
+    slots = block * power_of_two(top_k)
+    others = _OTHERS if board.fused else up_to(max(1, _CPU_COMPARISONS // slots), slots)
+    arrangers = max(1, min(programs, groups.counts.shape[0])) if board.fused else 1
+    next_row = torch.empty(arrangers, 2, num_local, dtype=torch.int32, device=board.device)
+    x = groups.wanted.view(1, -1) if meanwhile is None else meanwhile.x
     shelf, chunk_len, tile = (x, 1, Tile(1, 1, 1)) if meanwhile is None else meanwhile[1:]
     copiers = 0 if meanwhile is None else tile.grid_of(x.shape[0])
     launch(
         arrange_kernel, (arrangers + copiers,), board.device, *board.tensors,
-        routed.ids, routed.scores, groups.row_of_slot, groups.before, groups.starts, groups.padding,
+        routed.ids, routed.scores, groups.row_of_slot, groups.counts, groups.padding,
         groups.tokens_per_expert, groups.wanted, groups.expert_offsets, groups.bad_ids, groups.report,
-        groups.starts if row_scores is None else row_scores, x, shelf,
-        board.rank, digest, varying(x.shape[0]), varying(routed.bound), varying(2**30 - 2 if num_rows is None else num_rows),
+        next_row, groups.wanted if row_scores is None else row_scores, x, shelf,
+        board.rank, digest, varying(x.shape[0]), varying(routed.bound),
+        varying(2**30 - 2 if num_rows is None else num_rows),
         x.shape[1], x.stride(0), routed.ids.shape[1], chunk_len, arrangers,
-        STEPS=steps, FUSED=board.fused, COPIES=meanwhile is not None, ALIGNMENT=alignment,
-        TOP_K=top_k, TOP_K_BLOCK=triton.next_power_of_2(top_k),
-        NUM_LOCAL=num_local, LOCAL_BLOCK=triton.next_power_of_2(num_local),
-        BLOCK=block, OTHERS=_OTHERS if board.fused else up_to(1 << 12, block * top_k),
-        SCAN_BLOCK=_SCAN_BLOCKS if board.fused else up_to(_SCAN_BLOCKS, groups.before.shape[0]),
-        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8,
-        helpers=(*SIGNALLING, copy_chunks, count_block, sum_expert, fit_groups, place_block, meet),
+        COUNTS=counts, PLACES=places, FUSED=board.fused, COPIES=meanwhile is not None, ALIGNMENT=alignment,
+        TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k),
+        NUM_LOCAL=num_local, LOCAL_BLOCK=power_of_two(num_local),
+        BLOCK=block, OTHERS=others,
+        TILES=up_to(max(1, _COUNTS_AT_ONCE // power_of_two(num_local)), groups.counts.shape[0]),
+        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8, maxnreg=128,
+        helpers=(*SIGNALLING, copy_chunks, count_block, count_before, fit_groups, report_groups, place_block, meet),
         **tile.constants, **board.constants,
     )  # fmt: skip

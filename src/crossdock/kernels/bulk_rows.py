@@ -1,4 +1,4 @@
-"""Bulk copies for Hopper GPUs: what `pull.py` and `add_home.py` do for whole rows, by few blocks.
+"""Bulk copies for Hopper GPUs: what `pull.py` and `combine.py` do for whole rows, by few blocks.
 
 The kernels stand in `bulk_source.py`. They give the same bits as the portable ones; which is faster depends on the
 blocks that a call may take (see docs/measurements.md). `why_not` tells where they cannot serve.

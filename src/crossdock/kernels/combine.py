@@ -1,16 +1,17 @@
-"""Bring results home: the experts' rank adds up and lays out what every source rank's tokens get, their rank adds that up.
+"""Bring results home: the experts' rank lays out what every source rank's tokens get, their rank adds that up.
 
 With all slots that is a token's share of a `fast` combine, added up in float32 in the order of its slots and rounded
-once; its own rank adds up every rank's share in the order of ranks, ranks without a slot of it skipped, and rounds once.
-With one slot it is that slot's row as it is, for one round of an `exact` combine, which adds it to sums that are kept in
-float32, by one pattern for all slots in turn.
+once; its own rank adds up every rank's share in the order of ranks, ranks without a slot of it skipped, and rounds
+once. With one slot it is that slot's row as it is, for one round of an `exact` combine, which adds it to sums that are
+kept in float32, by one pattern for all slots in turn.
 
 One rank, one token with two slots, rows `[1], [2]`: `row_of_slot = [[[1, 0]]]` lays out `[3]` for slots 0 and 1, and
 `[1]` for slot 1 alone; with weights by row `[10, 100]` both give `[210]`. Where a dropped slot (-2) is all there is, it
 lays out 0; where no slot is here at all (-1), nothing, and nobody reads it.
 
-Two ranks, one token, `home_of_slot = [[1, -1, 0]]`; rank 0 has laid out `[2]`, rank 1 `[3]`: their sum is `[5]`. Slot by
-slot with weights `[[10, 0, 100]]`: slot 0 gives `[30]`, slot 1 leaves it, slot 2 with rank 0's `[2]` makes it `[230]`.
+Two ranks, one token, `home_of_slot = [[1, -1, 0]]`; rank 0 has laid out `[2]`, rank 1 `[3]`: their sum is `[5]`. Slot
+by slot with weights `[[10, 0, 100]]`: slot 0 gives `[30]`, slot 1 leaves it, slot 2 with rank 0's `[2]` makes it
+`[230]`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from .blocks import Tile
@@ -26,8 +26,26 @@ from .launch import launch
 from .publish import Opening
 from .pull import fill
 from .rounding import round_to
-from .signal import CHUNKS, ENDLESS, NUM_CHUNKS, PARTIALS, POLLS_PER_LOOK, READ, SIGNALLING, Board, launch_tell
-from .signal import launch_wait, varying
+from .signal import (
+    CHUNKS,
+    ENDLESS,
+    NUM_CHUNKS,
+    PARTIALS,
+    POLLS_PER_LOOK,
+    READ,
+    SIGNALLING,
+    Board,
+    begin_call,
+    count_wait,
+    is_last,
+    launch_tell,
+    launch_wait,
+    may_lay_out,
+    tell,
+    varying,
+    wait_for,
+    wide,
+)
 
 
 class Shares(NamedTuple):
@@ -52,34 +70,39 @@ class Shares(NamedTuple):
 
 def lay_out_shares(
     rows_ptr, row_of_slot_ptr, weights_ptr, shares_ptr, sent_ptr, table_ptr, state_ptr, number, digest, rank, bound,
-    max_tokens, hidden_dim, first_slot, end_slot, first, step, chunk_len,
-    WEIGHTED: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    max_tokens, hidden_dim, first_slot, first, step, chunk_len,
+    WEIGHTED: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr, NUM_SLOTS: tl.constexpr, PARTS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up and lay out tiles of every rank's tokens, chunk after chunk, as program `first` of `step`."""
     if FUSED:
         if first == 0:
+            # For ranks that dispatch instead.
+            tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
             for chunk in range(NUM_CHUNKS):
                 if chunk * chunk_len >= bound:
                     word = 6 + number % 2 * NUM_CHUNKS + chunk
                     tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
-    num_tiles = EP_SIZE * ((bound + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    span = hidden_dim if PARTS == 1 else BLOCK_COLS
+    num_tiles = EP_SIZE * ((bound + BLOCK_ROWS - 1) // BLOCK_ROWS) * PARTS
     num_sent = tl.full((), 0, tl.int32)
+    free = may_lay_out(state_ptr)
     for tile in range(first, num_tiles, step):
-        block, to_rank = tile // EP_SIZE, (rank + 1 + tile) % EP_SIZE
+        part, block, to_rank = tile % PARTS, tile // PARTS // EP_SIZE, (rank + 1 + tile // PARTS) % EP_SIZE
         token = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         in_range = token < bound
-        slots = row_of_slot_ptr + (wide(to_rank) * bound + token) * TOP_K
+        slots = row_of_slot_ptr + (wide(to_rank) * bound + token) * TOP_K + first_slot
         known = tl.full((BLOCK_ROWS,), 0, tl.int32)
-        for slot in range(first_slot, end_slot):
+        for slot in tl.static_range(NUM_SLOTS):
             known = tl.where(tl.load(slots + slot, mask=in_range, other=-1) != -1, 1, known)
-        if to_rank != rank:
+        if (to_rank != rank) & (part == 0):
             num_sent += tl.reduce(known, 0, tl.standard._sum_combine)
-        for start in range(0, hidden_dim, BLOCK_COLS):
+        for start in range(part * span, part * span + span, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             inside = (col < hidden_dim)[None, :]
             acc = tl.full((BLOCK_ROWS, BLOCK_COLS), 0.0, tl.float32)
-            for slot in range(first_slot, end_slot):
+            for slot in tl.static_range(NUM_SLOTS):
                 row = tl.load(slots + slot, mask=in_range, other=-1).to(tl.int64)
                 present = (row >= 0)[:, None]
                 value = tl.load(rows_ptr + row[:, None] * hidden_dim + col[None, :], mask=present & inside, other=0.0)
@@ -90,31 +113,31 @@ def lay_out_shares(
             tl.store(
                 shares_ptr + (wide(to_rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :],
                 round_to(acc, shares_ptr.dtype.element_ty),
-                mask=(known > 0)[:, None] & inside,
+                mask=(known > 0)[:, None] & inside & free,
             )
         if FUSED:
             chunk = block * BLOCK_ROWS // chunk_len
             tokens_left = bound - chunk * chunk_len
             tiles_of_chunk = (tl.where(tokens_left < chunk_len, tokens_left, chunk_len) + BLOCK_ROWS - 1) // BLOCK_ROWS
-            if is_last(state_ptr, chunk, tiles_of_chunk * EP_SIZE):
+            if is_last(state_ptr, chunk, tiles_of_chunk * EP_SIZE * PARTS):
                 word = 6 + number % 2 * NUM_CHUNKS + chunk
                 tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
     tl.atomic_add(sent_ptr, num_sent.to(tl.int64), sem="relaxed")
 
 
 def add_ranks(
-    shares_table_ptr, home_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, rank,
+    shares_table_ptr, home_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, rank, first_col, end_col,
     TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add up every rank's share of a tile of tokens."""
-    for start in range(0, hidden_dim, BLOCK_COLS):
+    """Add up every rank's share of a tile of tokens, some columns of it."""
+    for start in range(first_col, end_col, BLOCK_COLS):
         col = start + tl.arange(0, BLOCK_COLS)
         inside = (col < hidden_dim)[None, :]
         at = (wide(rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
         acc = tl.full((BLOCK_ROWS, BLOCK_COLS), 0.0, tl.float32)
-        for from_rank in range(EP_SIZE):
+        for from_rank in tl.static_range(EP_SIZE):
             has_slot = tl.full((BLOCK_ROWS,), 0, tl.int32)
-            for slot in range(TOP_K):
+            for slot in tl.static_range(TOP_K):
                 home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
                 has_slot = tl.where(home == from_rank, 1, has_slot)
             present = (has_slot > 0)[:, None]
@@ -128,15 +151,15 @@ def add_ranks(
 
 def add_slot(
     shares_table_ptr, home_ptr, weights_ptr, sums_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, rank, slot,
-    WEIGHTED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr,
+    first_col, end_col, WEIGHTED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add one slot's rows of a tile of tokens to their sums; the last slot rounds them into `out`."""
+    """Add one slot's rows of a tile of tokens to their sums, some columns; the last slot rounds them into `out`."""
     home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
     present = (home >= 0)[:, None]
     shares_ptr = tl.load(shares_table_ptr + home, mask=home >= 0, other=0)
     shares_ptr = tl.multiple_of(shares_ptr.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
-    for start in range(0, hidden_dim, BLOCK_COLS):
+    for start in range(first_col, end_col, BLOCK_COLS):
         col = start + tl.arange(0, BLOCK_COLS)
         inside = (col < hidden_dim)[None, :]
         tile = in_range[:, None] & inside
@@ -173,7 +196,7 @@ def combine_kernel(
     call,  # `varying`: its number
     tokens,  # `varying`: T
     places,  # `varying`: S
-    slots,  # `varying`: the first slot, and the one behind the last times 256
+    slots,  # `varying`: the first slot
     max_tokens,
     hidden_dim,
     chunk_len,
@@ -186,10 +209,13 @@ def combine_kernel(
     FIRST: tl.constexpr,  # of the rounds
     LAST: tl.constexpr,
     TOP_K: tl.constexpr,
+    GIVE_PARTS: tl.constexpr,  # into which columns are cut
+    TAKE_PARTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    TAKE_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
@@ -199,7 +225,7 @@ def combine_kernel(
     number = tl.load(state_ptr)
     if FUSED:
         number += 1  # the last program of this launch counts it
-    first_slot, end_slot = (slots - 3) // 2 % 256, (slots - 3) // 2 // 256
+    first_slot = (slots - 3) // 2
     if GIVES:
         if first < num_givers:
             if first == 0:
@@ -211,17 +237,20 @@ def combine_kernel(
                 )
             lay_out_shares(
                 rows_ptr, row_of_slot_ptr, row_weights_ptr, shares_ptr, sent_ptr, table_ptr, state_ptr, number, digest,
-                rank, (places - 3) // 2, max_tokens, hidden_dim, first_slot, end_slot, first, num_givers, chunk_len,
-                WEIGHTED and not BY_SLOT, FUSED, TOP_K, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
+                rank, (places - 3) // 2, max_tokens, hidden_dim, first_slot, first, num_givers, chunk_len,
+                WEIGHTED and not BY_SLOT, FUSED, TOP_K, 1 if BY_SLOT else TOP_K, GIVE_PARTS, NUM_CHUNKS, EP_SIZE,
+                EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     num_tokens = (tokens - 3) // 2
     if TAKES:
         if first >= num_givers:
             waited = tl.full((), -1, tl.int32)
-            num_tiles = (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS
-            for block in range(first - num_givers, num_tiles, tl.num_programs(0) - num_givers):
+            span = hidden_dim if TAKE_PARTS == 1 else BLOCK_COLS
+            num_tiles = (num_tokens + TAKE_ROWS - 1) // TAKE_ROWS * TAKE_PARTS
+            for tile in range(first - num_givers, num_tiles, tl.num_programs(0) - num_givers):
+                block, start = tile // TAKE_PARTS, tile % TAKE_PARTS * span
                 if FUSED:
-                    chunk = block * BLOCK_ROWS // chunk_len
+                    chunk = block * TAKE_ROWS // chunk_len
                     if chunk > waited:
                         word = 6 + number % 2 * NUM_CHUNKS + chunk
                         wait_for(
@@ -229,16 +258,17 @@ def combine_kernel(
                             EP_SIZE, EP_BLOCK,
                         )  # fmt: skip
                         waited = chunk
-                token = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+                token = wide(block) * TAKE_ROWS + tl.arange(0, TAKE_ROWS)
                 if BY_SLOT:
                     add_slot(
                         shares_table_ptr, home_ptr, slot_weights_ptr, sums_ptr, out_ptr, token, token < num_tokens,
-                        max_tokens, hidden_dim, rank, first_slot, WEIGHTED, FIRST, LAST, TOP_K, BLOCK_ROWS, BLOCK_COLS,
+                        max_tokens, hidden_dim, rank, first_slot, start, start + span, WEIGHTED, FIRST, LAST, TOP_K,
+                        TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
                     add_ranks(
                         shares_table_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, rank,
-                        TOP_K, EP_SIZE, BLOCK_ROWS, BLOCK_COLS,
+                        start, start + span, TOP_K, EP_SIZE, TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
     if FUSED:
         if is_last(state_ptr, 8, tl.num_programs(0)):
@@ -263,15 +293,15 @@ def launch_combine(
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     out: torch.Tensor,
-    tile: Tile,
-    givers: int,
+    give: Tile,
+    take: Tile,
 ) -> None:
     """A `fast` combine of `rows [R, D]` with weights `[R]` float32 by row, or None, into `out [T, D]`.
 
-    Of `tile.max_programs` programs `givers` lay out.
+    `give` and `take` are the tiles of those programs that lay out and of those that add up.
     """
     slots = range(shares.row_of_slot.shape[2])
-    _launch_round(board, opening, shares, rows, weights, None, None, slots, out, tile, givers)
+    _launch_round(board, opening, shares, rows, weights, None, None, slots, out, give, take)
 
 
 def launch_combine_slot(
@@ -283,15 +313,15 @@ def launch_combine_slot(
     slot: int,
     sums: torch.Tensor,
     out: torch.Tensor,
-    tile: Tile,
-    givers: int,
+    give: Tile,
+    take: Tile,
 ) -> None:
     """One slot of an `exact` combine, with weights `[T, K]` float32 by slot, or None.
 
     Slots come in ascending order; `sums [T, D]` float32 keeps what the last one rounds into `out [T, D]`.
     """
     one = range(slot, slot + 1)
-    _launch_round(board, opening, shares, rows, None, weights, sums, one, out, tile, givers)
+    _launch_round(board, opening, shares, rows, None, weights, sums, one, out, give, take)
 
 
 def _launch_round(
@@ -304,35 +334,37 @@ def _launch_round(
     sums: torch.Tensor | None,
     slots: range,
     out: torch.Tensor,
-    tile: Tile,
-    givers: int,
+    give: Tile,
+    take: Tile,
 ) -> None:
     (_, bound, top_k), rows = shares.row_of_slot.shape, rows.contiguous()
-    gives = min(givers, triton.cdiv(max(bound, 1) * board.ep_size, tile.rows))
-    takes = min(max(tile.max_programs - givers, 1), triton.cdiv(max(out.shape[0], 1), tile.rows))
+    num_gives, num_takes = give.grid_of(bound * board.ep_size), take.grid_of(out.shape[0])
 
-    def run(num_programs: int, num_givers: int, *, give: bool, take: bool) -> None:
+    def run(num_programs: int, num_givers: int, *, gives: bool, takes: bool) -> None:
         launch(
             combine_kernel, (num_programs,), board.device, *board.tensors,
             rows, shares.row_of_slot, rows if row_weights is None else row_weights.contiguous(),
             shares.own, shares.table, shares.home_of_slot,
-            rows if slot_weights is None else slot_weights.contiguous(), out if sums is None else sums, out, shares.sent,
-            board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound), varying(slots.start + 256 * slots.stop),
+            rows if slot_weights is None else slot_weights.contiguous(), out if sums is None else sums, out,
+            shares.sent, board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
+            varying(slots.start),
             shares.own.shape[1], out.shape[1], shares.chunk_len, num_givers,
-            GIVES=give, TAKES=take, FUSED=board.fused,
+            GIVES=gives, TAKES=takes, FUSED=board.fused,
             WEIGHTED=row_weights is not None or slot_weights is not None,
             BY_SLOT=sums is not None, FIRST=slots.start == 0, LAST=slots.stop == top_k,
-            TOP_K=top_k, NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8,
+            TOP_K=top_k, GIVE_PARTS=give.parts_of(bound * board.ep_size),
+            TAKE_PARTS=take.parts_of(out.shape[0]), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
+            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8,
             helpers=(*SIGNALLING, round_to, fill, lay_out_shares, add_ranks, add_slot),
-            **tile.constants, **board.constants,
+            **give.constants, **board.constants,
         )  # fmt: skip
 
     if board.fused:
-        run(gives + takes, gives, give=True, take=True)
+        run(num_gives + num_takes, num_gives, gives=True, takes=True)
         return
     launch_wait(board, READ, opening.digest, buffer=PARTIALS)
-    run(1, 1, give=True, take=False)
+    run(1, 1, gives=True, takes=False)
     launch_tell(board, CHUNKS, opening.digest, buffer=PARTIALS, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
-    run(1, 0, give=False, take=True)
+    run(1, 0, gives=False, takes=True)
     launch_tell(board, READ, opening.digest)

@@ -1,4 +1,4 @@
-"""Lay out a rank's tokens where its peers read them: in a dispatch their routing, pushed to every rank; then their rows.
+"""Lay out a rank's tokens where its peers read them: in a dispatch their routing, pushed to every rank; then the rows.
 
 Two ranks with two experts each, rank 0: token 0 names experts 0 and 2, token 1 names expert 1 and none. The ids that
 both ranks get are `[[0, 2], [1, -1]]`, and `home_of_slot = [[0, 1], [0, -1]]` tells which rank has each slot's expert.
@@ -11,13 +11,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-from .blocks import Tile, routing_block
+from .blocks import Tile, power_of_two, routing_block
 from .launch import launch
-from .signal import CHUNKS, ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, READ, ROUTED, ROWS, SIGNALLING, Board, launch_tell
-from .signal import launch_wait, varying
+from .signal import (
+    CHUNKS,
+    ENDLESS,
+    NUM_CHUNKS,
+    POLLS_PER_LOOK,
+    READ,
+    ROUTED,
+    ROWS,
+    SIGNALLING,
+    Board,
+    begin_call,
+    count_wait,
+    is_last,
+    launch_tell,
+    launch_wait,
+    may_lay_out,
+    tell,
+    tell_routed,
+    varying,
+    wait_for,
+)
 
 
 class Opening(NamedTuple):
@@ -95,11 +113,12 @@ def publish_routing_kernel(
     tl.store(home_ptr + at, home, mask=inside)
     there = (tl.full((), 0, tl.int64) + rank) * max_tokens * TOP_K + at
     num_sent = tl.full((), 0, tl.int32)
+    pushed = inside & may_lay_out(state_ptr)
     for to_rank in range(EP_SIZE):
         ids_there = tl.load(ids_table_ptr + to_rank).to(tl.pointer_type(tl.int32))
-        tl.store(ids_there + there, ids, mask=inside)
+        tl.store(ids_there + there, ids, mask=pushed)
         scores_there = tl.load(scores_table_ptr + to_rank).to(tl.pointer_type(tl.float32))
-        tl.store(scores_there + there, score, mask=inside)
+        tl.store(scores_there + there, score, mask=pushed)
         named = ((home == to_rank) & (to_rank != rank)).to(tl.int32)
         pulled = (tl.reduce(named, 1, tl.standard._sum_combine) > 0).to(tl.int32)
         num_sent += tl.reduce(pulled, 0, tl.standard._sum_combine)
@@ -130,6 +149,7 @@ def copy_chunks(
                 if chunk * chunk_len >= num_tokens:
                     word = 6 + number % 2 * NUM_CHUNKS + chunk
                     tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+    free = may_lay_out(state_ptr)
     num_tiles = (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS
     for tile in range(first, num_tiles, step):
         token = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
@@ -137,7 +157,7 @@ def copy_chunks(
             col = start + tl.arange(0, BLOCK_COLS)
             inside = (token < num_tokens)[:, None] & (col < hidden_dim)[None, :]
             value = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=inside, other=0.0)
-            tl.store(shelf_ptr + token[:, None] * hidden_dim + col[None, :], value, mask=inside)
+            tl.store(shelf_ptr + token[:, None] * hidden_dim + col[None, :], value, mask=inside & free)
         if FUSED:
             chunk = tile * BLOCK_ROWS // chunk_len
             tokens_left = num_tokens - chunk * chunk_len
@@ -181,6 +201,8 @@ def publish_rows_kernel(
         if FUSED:
             free = tl.load(state_ptr + 1)
             wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
+            if tl.program_id(0) == 0:  # for ranks that dispatch instead
+                tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
     copy_chunks(
         x_ptr, shelf_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, tl.program_id(0), tl.num_programs(0),
         hidden_dim, x_stride, chunk_len, FUSED, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
@@ -206,12 +228,12 @@ def launch_publish_routing(board: Board, opening: Opening, routing: Routing) -> 
     if not board.fused:
         launch_wait(board, READ, opening.digest, buffer=ROWS)
     launch(
-        publish_routing_kernel, (max(1, triton.cdiv(num_tokens, block)),), board.device, *board.tensors,
-        routing.ids.contiguous(), routing.scores.contiguous(), 
+        publish_routing_kernel, (max(1, -(-num_tokens // block)),), board.device, *board.tensors,
+        routing.ids.contiguous(), routing.scores.contiguous(),
         routing.ids_table, routing.scores_table, home_of_slot, num_sent, routing.sent,
         board.rank, opening.digest, varying(opening.number), varying(num_tokens), routing.max_tokens,
         FUSED=board.fused, NUM_EXPERTS=routing.num_experts, NUM_LOCAL=routing.num_experts // board.ep_size,
-        TOP_K=top_k, TOP_K_BLOCK=triton.next_power_of_2(top_k), BLOCK=block,
+        TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), BLOCK=block,
         POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
         num_warps=4, helpers=SIGNALLING, **board.constants,
     )  # fmt: skip

@@ -10,15 +10,32 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from .blocks import up_to
 from .launch import launch
 from .publish import Opening
 from .pull import fill
-from .signal import CHUNKS, ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, READ, SCALARS, SIGNALLING, Board, launch_tell
-from .signal import launch_wait, varying
+from .signal import (
+    CHUNKS,
+    ENDLESS,
+    NUM_CHUNKS,
+    POLLS_PER_LOOK,
+    READ,
+    SCALARS,
+    SIGNALLING,
+    Board,
+    begin_call,
+    count_wait,
+    is_last,
+    launch_tell,
+    launch_wait,
+    may_lay_out,
+    tell,
+    varying,
+    wait_for,
+    wide,
+)
 
 _CUDA_BLOCK, _CPU_BLOCK = 1024, 1 << 15
 _MAX_PROGRAMS = 32
@@ -75,9 +92,10 @@ def swap_scalars_kernel(
             begin_call(state_ptr, desk_ptr, call, FUSED)
         if FUSED:
             free = tl.load(state_ptr + 3)
-            wait_for(
-                signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK
-            )
+            wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
+            if first == 0:  # for ranks that dispatch instead
+                tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+        may = may_lay_out(state_ptr)
         num_blocks = (num_there + BLOCK - 1) // BLOCK
         for block in range(first, EP_SIZE * num_blocks, step):
             to_rank = wide(block // num_blocks)
@@ -85,7 +103,7 @@ def swap_scalars_kernel(
             inside = slot < num_there
             row = tl.load(row_of_slot_ptr + to_rank * num_there + slot, mask=inside, other=-1).to(tl.int64)
             value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
-            tl.store(slips_ptr + to_rank * max_slots + slot, value, mask=inside & (row != -1))
+            tl.store(slips_ptr + to_rank * max_slots + slot, value, mask=inside & (row != -1) & may)
         if FUSED:
             if is_last(state_ptr, 9, step):
                 word = 6 + number % 2 * NUM_CHUNKS
@@ -120,11 +138,12 @@ def launch_swap_scalars(board: Board, opening: Opening, slips: Slips, values: to
     block = _CUDA_BLOCK if board.fused else up_to(_CPU_BLOCK, most)
 
     def run(*, gives: bool, takes: bool) -> None:
-        programs = min(_MAX_PROGRAMS, max(1, ep_size * triton.cdiv(most, block))) if board.fused else 1
+        programs = min(_MAX_PROGRAMS, max(1, ep_size * -(-most // block))) if board.fused else 1
         launch(
             swap_scalars_kernel, (programs,), board.device, *board.tensors,
             values, slips.row_of_slot, slips.own, slips.table, slips.home_of_slot, out,
-            board.rank, opening.digest, varying(opening.number), varying(bound * top_k), varying(out.numel()), slips.own.shape[1] * top_k,
+            board.rank, opening.digest, varying(opening.number), varying(bound * top_k), varying(out.numel()),
+            slips.own.shape[1] * top_k,
             GIVES=gives, TAKES=takes, FUSED=board.fused, NUM_CHUNKS=NUM_CHUNKS, BLOCK=block,
             POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
             num_warps=4, helpers=(*SIGNALLING, fill), **board.constants,

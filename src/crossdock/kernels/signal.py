@@ -3,7 +3,7 @@
 Each rank has `signals [NUM_WORDS, ep_size]` int64 in shared memory; word `[kind, q]` is written by rank q alone:
 
 * `TOKENS + parity`: what rank q brings to a dispatch: `T + bad ids * 2^32`.
-* `ROUTED + parity`: its ids and scores of a dispatch are laid out here.
+* `ROUTED + parity`: its ids and scores of a dispatch are laid out here; or it makes another call in this round.
 * `CHUNKS + parity * NUM_CHUNKS + c`: chunk c of what it lays out in a round is there.
 * `READ`: it has read all it wants of a round.
 * `DEPARTED`: 1 once it has closed or given up.
@@ -13,7 +13,7 @@ it: whoever waits compares it with its own, and needs no message for that. Round
 A digest is an odd number of 31 bits above 1 (see `digest_of`).
 Words that open or fill a round stand twice, by the round's parity: a rank may lay out the round behind the one that a
 slow peer still waits for, and never the next. Rounds are counted in `state` int64 of ordinary memory (see `ROUND` and
-below), so a replayed graph counts like an eager call.
+below), so a replayed graph counts like an eager call. Small batches have two more kinds of words, see `small.py`.
 
 The patterns, by name:
 
@@ -42,23 +42,26 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
+from .blocks import power_of_two
 from .launch import launch
 
 NUM_CHUNKS = 8
 TOKENS, ROUTED, READ, DEPARTED, CHUNKS = 0, 2, 4, 5, 6
-NUM_WORDS = CHUNKS + 2 * NUM_CHUNKS
+ARRIVED_SMALL, BROUGHT = CHUNKS + 2 * NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS + 1  # of small batches, see `small.py`
+NUM_WORDS = BROUGHT + 2
 ROUND_SHIFT = 31  # a digest has so many bits
 
 # Places in `state`: the last round; for every buffer the last round in which it was laid out; then the rest.
 ROUND, ROWS, PARTIALS, SCALARS = 0, 1, 2, 3
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
+INBOX = 11  # rounds of small batches
 ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
 # of a launch (8) and of its part (9); then those of programs that meet
 NUM_STATE = ARRIVALS + NUM_CHUNKS + 8
@@ -105,7 +108,7 @@ class Board(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether kernels wait and tell by themselves; in the interpreter launches of their own do."""
-        return self.device.type == "cuda"
+        return self.state.is_cuda
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -115,7 +118,12 @@ class Board(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """Constexprs of every kernel that waits or tells."""
-        return {"EP_SIZE": self.ep_size, "EP_BLOCK": max(2, triton.next_power_of_2(self.ep_size))}
+        return _group_constants(self.table.shape[0])
+
+
+@cache
+def _group_constants(ep_size: int) -> dict[str, int]:
+    return {"EP_SIZE": ep_size, "EP_BLOCK": max(2, power_of_two(ep_size))}
 
 
 # -- for kernels to call ----------------------------------------------------------------------------------------------
@@ -185,10 +193,15 @@ def begin_call(state_ptr, desk_ptr, call, FUSED: tl.constexpr):
         count_wait(state_ptr, desk_ptr, 5)
 
 
+def may_lay_out(state_ptr):
+    """Whether shared memory may be written: once a wait was given up, it may have been the one for pattern free."""
+    return tl.load(state_ptr + 4, volatile=True) == 0
+
+
 def tell(table_ptr, state_ptr, word, rank, value, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr):
     """Write a word of all ranks (pattern publish); called by one program, behind a barrier."""
     peer = tl.arange(0, EP_BLOCK)
-    heard = (peer < EP_SIZE) & (tl.load(state_ptr + 4, volatile=True) == 0)
+    heard = (peer < EP_SIZE) & may_lay_out(state_ptr)
     words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(
         words + word * EP_SIZE + rank, tl.full((EP_BLOCK,), 0, tl.int64) + value, mask=heard, sem="release", scope="sys"
@@ -212,23 +225,22 @@ def tell_routed(table_ptr, state_ptr, number, rank, digest, num_tokens, EP_SIZE:
     tokens = wide(num_tokens) + tl.load(state_ptr + 7) * 4294967296
     words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
     value = tl.full((EP_BLOCK,), 0, tl.int64) + tokens
-    tl.store(words + (number % 2) * EP_SIZE + rank, value, mask=peer < EP_SIZE)
+    tl.store(words + (number % 2) * EP_SIZE + rank, value, mask=(peer < EP_SIZE) & may_lay_out(state_ptr))
     tl.store(state_ptr + 7, 0)
     tl.debug_barrier()
     tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
 
 
 def meet(state_ptr, counter, total):
-    """Wait until all `total` programs of this launch have come here (pattern grid); one of them resets it afterwards."""
+    """Wait until all `total` programs of this launch are here (pattern grid); one of them resets it afterwards."""
     tl.debug_barrier()
     come = tl.atomic_add(state_ptr + 26 + counter, 1, sem="acq_rel", scope="gpu") + 1
-    while come < total:
-        come = tl.load(state_ptr + 26 + counter, volatile=True)
-    tl.atomic_add(state_ptr + 26 + counter, 0, sem="acquire", scope="gpu")
+    while come < total:  # one thread asks for all: more would hold up those who still come
+        come = tl.atomic_add(state_ptr + 26 + counter, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
 
 
-SIGNALLING = (wide, wait_for, count_wait, begin_call, tell, is_last, tell_routed)
+SIGNALLING = (wide, wait_for, count_wait, begin_call, may_lay_out, tell, is_last, tell_routed)
 
 
 # -- launches of their own, for the interpreter ------------------------------------------------------------------------
@@ -258,6 +270,8 @@ def tell_kernel(
         tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
     else:
         tl.store(state_ptr + BUFFER, number)
+        if BEGINS:
+            tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
         for chunk in range(NUM_CHUNKS):
             word = 6 + number % 2 * NUM_CHUNKS + chunk
             tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
@@ -268,7 +282,7 @@ def wait_kernel(
     digest,
     max_polls,
     polls_per_look,
-    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS (of which the last chunk is told last)
+    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS (all of them)
     BUFFER: tl.constexpr,  # for READ: place in `state` of the buffer that shall be free
     COUNTS: tl.constexpr,  # whether its beginning is counted here
     NUM_CHUNKS: tl.constexpr,
@@ -285,10 +299,14 @@ def wait_kernel(
             signals_ptr, state_ptr, desk_ptr, 4, target, digest, max_polls, polls_per_look, False, EP_SIZE, EP_BLOCK
         )
     else:
-        word = tl.where(WORD == 2, 2 + number % 2, 6 + number % 2 * NUM_CHUNKS + NUM_CHUNKS - 1)
-        code = wait_for(
-            signals_ptr, state_ptr, desk_ptr, word, number, digest, max_polls, polls_per_look, True, EP_SIZE, EP_BLOCK
-        )
+        code = tl.full((), 1, tl.int32)
+        for nth in range(1 if WORD == 2 else NUM_CHUNKS):
+            if code == 1:
+                word = (2 + number % 2) if WORD == 2 else (6 + number % 2 * NUM_CHUNKS + nth)
+                code = wait_for(
+                    signals_ptr, state_ptr, desk_ptr, word, number, digest, max_polls, polls_per_look, True,
+                    EP_SIZE, EP_BLOCK,
+                )  # fmt: skip
     if code > 0:
         count_wait(state_ptr, desk_ptr, 6)
 
@@ -338,13 +356,22 @@ def launch_wait(board: Board, word: int, digest: int, *, buffer: int = 0) -> Non
     if board.fused:
         _launch_wait(board, word, digest, buffer, ENDLESS, POLLS_PER_LOOK)
         return
+    wait_on_cpu(board, lambda max_polls: _launch_wait(board, word, digest, buffer, max_polls, 1))
+
+
+def wait_on_cpu(board: Board, ask: Callable[[int], None]) -> None:
+    """Let `ask` launch a wait of so many polls, again and again until it counts its end.
+
+    Raises:
+        GivenUp: it ended without what it waited for.
+    """
     board.desk[DESK_BEGUN] += 1
     before, looks = int(board.desk[DESK_ENDED]), 0
     while int(board.desk[DESK_ENDED]) == before:
         if looks:
             time.sleep(_CPU_SLEEPS_S[min(looks // 4, len(_CPU_SLEEPS_S) - 1)])
         looks += 1
-        _launch_wait(board, word, digest, buffer, _CPU_POLLS, 1)
+        ask(_CPU_POLLS)
     if int(board.desk[DESK_CODE]):
         raise GivenUp(int(board.desk[DESK_CODE]))
 

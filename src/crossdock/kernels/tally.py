@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
+from .blocks import power_of_two
 from .launch import launch
 
 _MOST_EXPERTS_AT_ONCE = 1024
@@ -22,7 +22,7 @@ def tally_kernel(
     kept_ptr,  # [e] int64
     offsets_ptr,  # [e] int32
     bad_ids_ptr,  # [EP] int64
-    words_ptr,  # [7 + e] int64: calls, tokens, rows, wanted, overflows, demand, capacity, then wanted by expert
+    words_ptr,  # [9 + e] int64: calls, tokens, rows, wanted, overflows, demand, capacity, peaks, then wanted by expert
     troubles_ptr,  # [6] int64: overflows, layer, demand, capacity, bad ids, repeats
     told_ptr,  # [6] int64 that the host can read: the same, written where something is wrong
     overflowed_ptr,  # [1] float32
@@ -30,6 +30,8 @@ def tally_kernel(
     layer,
     num_tokens,
     capacity,  # -1: as many rows as came
+    bound,  # tokens of any rank in this call
+    policy,  # of an overflow: 0 counts, 1 flags as well, 2 raises as well
     num_local,
     ep_size,
     alignment,
@@ -47,7 +49,7 @@ def tally_kernel(
         total += rows
         demand += (rows + alignment - 1) // alignment * alignment
         kept += tl.load(kept_ptr + start + expert, mask=inside, other=0)
-        account = words_ptr + 7 + start + expert
+        account = words_ptr + 9 + start + expert
         tl.store(account, tl.load(account, mask=inside, other=0) + rows, mask=inside)
     num_wanted = tl.reduce(total, 0, tl.standard._sum_combine)
     num_kept = tl.reduce(kept, 0, tl.standard._sum_combine)
@@ -67,19 +69,25 @@ def tally_kernel(
     bounded = (capacity > 0) & (capacity_before > 0)
     # A share of its capacity as a product, which nothing rounds.
     tighter = num_asked * capacity_before > demand_before * capacity
-    tighter = (bounded & tighter) | ((bounded == 0) & (num_asked > demand_before)) | (capacity_before == 0)
+    first_bound = (capacity > 0) & (capacity_before < 0)
+    larger = (capacity < 0) & (capacity_before < 0) & (num_asked > demand_before)
+    tighter = (bounded & tighter) | first_bound | larger | (capacity_before == 0)
     tl.store(words_ptr + 5, num_asked, mask=tighter)
     tl.store(words_ptr + 6, tl.full((), 0, tl.int64) + capacity, mask=tighter)
     tl.store(end_ptr, tl.load(offsets_ptr + num_local - 1).to(tl.int64))
 
-    if dropped:
+    peak = (num_asked * 1048576 + bound - 1) // bound  # rows per 2**20 tokens
+    tl.store(words_ptr + 7, tl.maximum(tl.load(words_ptr + 7), peak))
+    if dropped & (policy > 0):
+        tl.store(words_ptr + 8, tl.maximum(tl.load(words_ptr + 8), peak))
+        tl.store(overflowed_ptr, 1.0)
+    if dropped & (policy > 1):
         overflows = tl.load(troubles_ptr)
         first = overflows == 0
         tl.store(troubles_ptr + 1, tl.full((), 0, tl.int64) + layer, mask=first)
         tl.store(troubles_ptr + 2, num_asked, mask=first)
         tl.store(troubles_ptr + 3, tl.full((), 0, tl.int64) + capacity, mask=first)
         tl.store(troubles_ptr, overflows + 1)
-        tl.store(overflowed_ptr, 1.0)
         tl.store(told_ptr, overflows + 1)
     if num_bad > 0:
         bad_before = tl.load(troubles_ptr + 4)
@@ -108,11 +116,13 @@ def launch_tally(entry: Any, books: tuple[torch.Tensor, ...], layer: int, alignm
         layer,
         entry.num_tokens,
         entry.capacity,
+        entry.num_tokens_per_rank,
+        entry.policy,
         num_local,
         ep_size,
         alignment,
-        EXPERT_BLOCK=min(triton.next_power_of_2(num_local), _MOST_EXPERTS_AT_ONCE),
-        EP_BLOCK=triton.next_power_of_2(ep_size),
+        EXPERT_BLOCK=min(power_of_two(num_local), _MOST_EXPERTS_AT_ONCE),
+        EP_BLOCK=power_of_two(ep_size),
         num_warps=1,
     )
     return end

@@ -68,10 +68,11 @@ def _known_as(name: str, meeting: Meeting) -> Iterator[None]:
     assert meeting.store is not None  # a group of one has a private block
     store = dist.PrefixStore("rendezvous", meeting.store)
     group = dist.ProcessGroup(store, meeting.rank, meeting.size)
-    group._set_group_name(name)
-    _register_process_group(name, group)
+    known: Any = name  # a type of its own to torch, which is a string
+    group._set_group_name(known)
+    _register_process_group(known, group)
     _SymmetricMemory.set_group_info(name, meeting.rank, meeting.size, store)
     try:
         yield
     finally:
-        _unregister_process_group(name)
+        _unregister_process_group(known)

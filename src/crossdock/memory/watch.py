@@ -25,7 +25,9 @@ class Watch:
         on_expiry: is told, from the watch's thread, that a wait is overdue.
     """
 
-    def __init__(self, timeout_s: float, abort: torch.Tensor, waits: torch.Tensor, on_expiry: Callable[[], None]) -> None:
+    def __init__(
+        self, timeout_s: float, abort: torch.Tensor, waits: torch.Tensor, on_expiry: Callable[[], None]
+    ) -> None:
         self.timeout_s, self._abort, self._waits, self._on_expiry = timeout_s, abort, waits, on_expiry
         self.has_expired = False
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=abort.is_cuda)

@@ -115,7 +115,6 @@ def missing_trait(cell: Cell, traits: BackendTraits, device_type: str = "cpu") -
         return wanting[0] if wanting else None
     workload, problem = cell.what, cell.what.problem()
     top_k, hidden_dim = problem.config.top_k, problem.config.hidden_dim
-    ragged = len(set(problem.num_tokens)) > 1
     wants = (
         ("reductions", workload.reduction in traits.reductions, workload.reduction),
         ("row_capacities", problem.config.row_capacity.kind in traits.row_capacities, str(problem.config.row_capacity)),
@@ -125,7 +124,6 @@ def missing_trait(cell: Cell, traits: BackendTraits, device_type: str = "cpu") -
             f"{problem.config.row_capacity} on {device_type}",
         ),
         ("dtypes", workload.dtype in traits.dtypes, str(workload.dtype)),
-        ("ragged_counts", traits.ragged_counts or not ragged, "ranks bring different token counts"),
         (
             "duplicate_experts",
             traits.duplicate_experts or not workload.repeats_experts,

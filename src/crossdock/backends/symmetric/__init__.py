@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import torch
+
 from ...types import SUPPORTED_DTYPES
-from ..base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
+from ..base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Preference, Transport, TransportSpec
 
 
 class SymmetricBackend(Backend):
     """Receiver-driven dispatch and combine through symmetric memory."""
 
     name = "symmetric"
-    preference = "never"
     traits = BackendTraits(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset(SUPPORTED_DTYPES),
@@ -24,6 +25,10 @@ class SymmetricBackend(Backend):
         capturable=True,
         needs="triton, and all ranks on one host",
     )
+
+    def preference_on(self, device: torch.device | None) -> Preference:
+        """On a CPU its kernels are interpreted, which is for tests."""
+        return "fallback" if device is not None and device.type == "cuda" else "never"
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.transport == "none":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.blocks import Tile, row_tile
+from ...kernels.bulk_rows import why_not
 from ...kernels.signal import NUM_CHUNKS
 from ..base import TransportSpec
 
@@ -21,32 +22,49 @@ class Plan(NamedTuple):
         arrangers: programs that arrange.
         copy: tile and programs that lay out rows meanwhile, or alone.
         pull: of the kernel that pulls rows.
-        combine: of the kernel that lays out shares and adds them up.
-        givers: how many programs of that lay out.
+        give: of the programs of a combine that lay out shares.
+        take: of those that add them up.
+        bulk_blocks: blocks that pull rows by bulk copies; 0: `pull` does it.
+        small: programs of a kernel for small batches, where it serves (see `kernels/small.py`); 0: the others do.
     """
 
     chunk_len: int
     arrangers: int
     copy: Tile
     pull: Tile
-    combine: Tile
-    givers: int
+    give: Tile
+    take: Tile
+    bulk_blocks: int = 0
+    small: int = 0
 
     @classmethod
     def of(cls, spec: TransportSpec, device: torch.device) -> Plan:
         """With `num_sms`, no kernel that moves data has more programs; else as measured, see docs/measurements.md."""
-        most = spec.num_sms or 0
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         tokens = -(-spec.num_max_tokens_per_rank // NUM_CHUNKS)
+        chunk_len = -(-tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+        num_rows = spec.num_max_tokens_per_rank * spec.ep_size
 
-        def tile(programs: int) -> Tile:
-            return row_tile(device, spec.hidden_dim, spec.num_max_tokens_per_rank * spec.ep_size, max(1, programs))
+        def tile(programs: int, rows: int = 4) -> Tile:
+            return row_tile(device, spec.hidden_dim, num_rows, max(1, programs), rows)
 
-        return cls(
-            chunk_len=-(-tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE,
-            arrangers=max(1, most // 2) if most else 64,
-            copy=tile(most - most // 2 if most else sms - 64),
-            pull=tile(most or 2 * sms),
-            combine=tile(most or 2 * sms),
-            givers=max(1, most // 2) if most else sms,
-        )
+        if spec.num_sms is not None:
+            half = max(1, spec.num_sms // 2)
+            rest = spec.num_sms - half
+            pull, give, take = tile(spec.num_sms, 8), tile(rest, 8), tile(half, 8)
+            return cls(chunk_len, half, tile(rest), pull, give, take, _bulk_blocks(spec, device), _small(device))
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        # All that wait for each other fit the device at once: two programs of arranging and copying to a processor,
+        # and four of a combine.
+        return cls(chunk_len, sms, tile(sms), tile(2 * sms), tile(3 * sms, 2), tile(sms, 4), small=_small(device))
+
+
+def _small(device: torch.device) -> int:
+    """The kernels for small batches have run on CPUs only so far, where one program does all."""
+    return 0 if device.type == "cuda" else 1
+
+
+def _bulk_blocks(spec: TransportSpec, device: torch.device) -> int:
+    """Few programs move more by bulk copies (docs/measurements.md); many do without."""
+    if device.type != "cuda" or why_not(device, spec.dtype, spec.hidden_dim, spec.top_k, spec.ep_size) is not None:
+        return 0
+    return spec.num_sms or 0

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
@@ -85,6 +86,8 @@ class Rounds:
             desk=desk,
             rank=spec.rank,
         )
+        self._told = desk.numpy()  # the same memory: an element of it costs the host a tenth of a tensor's
+        self._waiting = _Waiting(self)
         self._recent: OrderedDict[int, Call] = OrderedDict()
 
         def expire() -> None:
@@ -109,14 +112,9 @@ class Rounds:
         self.last_opening = Opening(digest_of(call.words), call.facts.number)
         return self.last_opening
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> _Waiting:
         """Around launches: a wait that was given up on a CPU becomes what `look` raises."""
-        try:
-            yield
-        except GivenUp:
-            self.look()
-            raise
+        return self._waiting
 
     def look(self) -> None:
         """Raise what the host knows by now of a wait that was given up.
@@ -125,7 +123,7 @@ class Rounds:
             TransportFault: peers have left, or did not come in time.
             ContractViolation: a rank made another call.
         """
-        code = int(self.board.desk[DESK_CODE])
+        code = int(self._told[DESK_CODE])
         if code == LEFT:
             raise TransportFault("a peer has closed its dispatcher, or has given up", expired=False)
         if code == DIFFERS:
@@ -163,6 +161,22 @@ class Rounds:
                 call.verify([note[1:] for note in told])
                 break
             time.sleep(_NOTE_POLL_S)
+
+
+class _Waiting:
+    """See `Rounds.waiting`."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = weakref.proxy(rounds)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, GivenUp):
+            self._rounds.look()
 
 
 def _tell_nobody() -> None:

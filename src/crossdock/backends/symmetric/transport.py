@@ -3,7 +3,8 @@
 A dispatch pushes its routing to every rank and lays out its rows. Every rank works out for itself, from all ranks' ids,
 where rows go among those of its experts, and pulls each row once. A combine lays out at the experts' rank what each
 source rank's tokens get from it, and their rank pulls and adds up: one share a rank in `fast`, one slot after the other
-in `exact`.
+in `exact`. Where batches are small and capacities known, one kernel does a whole dispatch or `fast` combine, by pushing
+(`kernels/small.py`); the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from ...kernels.combine import Shares, launch_combine, launch_combine_slot
 from ...kernels.publish import Opening, Routing, launch_publish_routing, launch_publish_rows
 from ...kernels.pull import launch_pull_rows
 from ...kernels.scalars import Slips, launch_swap_scalars
-from ...kernels.signal import READ, ROUTED, ROWS, TOKENS, launch_tell, launch_wait
+from ...kernels.signal import GIVEN_UP, READ, ROUTED, ROWS, TOKENS, launch_tell, launch_wait
+from ...kernels.small import Inbox, fits_small, inbox_groups
+from ...kernels.small_combine import launch_combine_small
+from ...kernels.small_dispatch import launch_dispatch_small
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
@@ -48,6 +52,7 @@ def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
     """All shared buffers of one rank, sized by `num_max_tokens_per_rank`."""
     tokens, top_k = spec.num_max_tokens_per_rank, spec.top_k
     return [
+        *_inbox_specs(spec),
         signals_spec(spec.ep_size),
         notes_spec(),
         BufferSpec("rows", (tokens, spec.hidden_dim), spec.dtype),
@@ -55,6 +60,22 @@ def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
         BufferSpec("scores", (spec.ep_size, tokens, top_k), torch.float32),
         BufferSpec("shares", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
         BufferSpec("slips", (spec.ep_size, tokens, top_k), torch.float32),
+    ]
+
+
+def _inbox_specs(spec: TransportSpec) -> list[BufferSpec]:
+    """Buffers for small batches, in the order of `small.Inbox`; none where its kernels do not serve."""
+    tokens, top_k = spec.num_max_tokens_per_rank, spec.top_k
+    hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
+    if spec.row_capacity.kind == "exact" or not fits_small(tokens, top_k, hidden_dim, num_local, spec.ep_size):
+        return []
+    halves = (2, spec.ep_size)
+    return [
+        BufferSpec("inbox_rows", (*halves, tokens, hidden_dim), spec.dtype),
+        BufferSpec("inbox_places", (*halves, tokens, top_k), torch.int32),
+        BufferSpec("inbox_scores", (*halves, tokens, top_k), torch.float32),
+        BufferSpec("inbox_counts", (*halves, num_local), torch.int32),
+        BufferSpec("inbox_shares", (*halves, tokens, hidden_dim), spec.dtype),
     ]
 
 
@@ -75,6 +96,7 @@ class SymmetricTransport(Transport):
         self.workspace = Workspace.open(buffers_of(spec), link.members, device, link.store_prefix, spec.timeout_s)
         self.rounds = Rounds(spec, self.workspace, device, link.on_expiry)
         self.plan = Plan.of(spec, device)
+        self._inbox = self._new_inbox()
         self._host_syncs = 0
         self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted by the kernels that lay them out
         self._sent_other_bytes = 0
@@ -88,6 +110,8 @@ class SymmetricTransport(Transport):
         opening = self.rounds.open(call)
         x = x if x.stride(1) == 1 else x.contiguous()
         self._count_other(expert_ids.numel() * (4 + 4))
+        if self._inbox is not None and self.plan.small and num_rows is not None:
+            return self._dispatch_small(opening, self._inbox, x, scores, expert_ids, num_rows, self._bound(call))
         with self.rounds.waiting():
             tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
             routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_rows)
@@ -124,23 +148,27 @@ class SymmetricTransport(Transport):
         home = there.home_of_slot
         shares = Shares(own, table, there.row_of_slot, home, self._sent_rows, self.plan.chunk_len)
         out, board = new_rows(home.shape[0], rows), self.rounds.board
-        tile, givers = self.plan.combine, self.plan.givers
+        give, take = self.plan.give, self.plan.take
         with self.rounds.waiting():
             if self.spec.reduction == "fast":
                 by_row = None if weights is None else weights.of_rows
-                launch_combine(board, opening, shares, rows, by_row, out, tile, givers)
+                if self._inbox is not None and self.plan.small:
+                    routes = (there.row_of_slot, home, self._sent_rows)
+                    launch_combine_small(board, opening, self._inbox, rows, by_row, *routes, out)
+                    return out
+                launch_combine(board, opening, shares, rows, by_row, out, give, take)
                 return out
             by_slot = None if weights is None else weights.of_slots
             sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             for slot in range(self.spec.top_k):
-                launch_combine_slot(board, opening, shares, rows, by_slot, slot, sums, out, tile, givers)
+                launch_combine_slot(board, opening, shares, rows, by_slot, slot, sums, out, give, take)
         return out
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
         there, table = SymmetricLayout(*layout), self.workspace.table["slips"]
         opening = self.rounds.last_opening if call is None else self.rounds.open(call)
         slips = Slips(self.workspace.own["slips"], table, there.row_of_slot, there.home_of_slot)
-        self._count_other(there.row_of_slot[0].numel() * 4)
+        self._count_other(there.home_of_slot.numel() * 4)
         with self.rounds.waiting():
             return launch_swap_scalars(self.rounds.board, opening, slips, values)
 
@@ -174,6 +202,13 @@ class SymmetricTransport(Transport):
     def look(self) -> None:
         self.rounds.look()
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self.workspace.num_bytes
+
+    def fault_flag(self) -> torch.Tensor | None:
+        return self.rounds.board.state[GIVEN_UP : GIVEN_UP + 1]
+
     def abandon(self) -> None:
         self.rounds.leave()
 
@@ -187,9 +222,48 @@ class SymmetricTransport(Transport):
 
     def close(self) -> None:
         self.rounds.close()
+        self._inbox = None  # it shows the workspace
         self.workspace.close()
 
     # -- parts of them -----------------------------------------------------------------------------------------------
+
+    def _new_inbox(self) -> Inbox | None:
+        spec, own, table = self.spec, self.workspace.own, self.workspace.table
+        names = [buffer.name for buffer in _inbox_specs(spec)]
+        if not names:
+            return None
+        rows, places, scores, counts, shares = (own[name] for name in names)
+        tables = torch.stack([table[name] for name in names])
+        groups = inbox_groups(self.device, max(1, self.plan.small), spec.num_local_experts, spec.ep_size)
+        return Inbox(rows, places, scores, counts, shares, tables, groups)
+
+    def _dispatch_small(
+        self,
+        opening: Opening,
+        inbox: Inbox,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        expert_ids: torch.Tensor,
+        num_rows: int,
+        bound: int,
+    ) -> Received:
+        rows, spec = new_rows(num_rows, inbox.rows[0, 0]), self.spec
+        with self.rounds.waiting():
+            groups, row_scores = launch_dispatch_small(
+                self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_rows, bound,
+                spec.expert_alignment, spec.num_experts, rows,
+            )  # fmt: skip
+        layout = SymmetricLayout(
+            groups.row_of_slot, groups.padding, groups.home_of_slot, groups.num_sent, x.new_empty(num_rows, 0)
+        )
+        return Received(
+            rows=rows,
+            row_scores=row_scores,
+            tokens_per_expert=groups.tokens_per_expert,
+            expert_offsets=groups.expert_offsets,
+            layout=list(layout),
+            demand=Demand(groups.wanted, groups.bad_ids),
+        )
 
     def _bound(self, call: Call) -> int:
         """S: what this rank knows of every rank's T without asking."""
@@ -237,6 +311,7 @@ class SymmetricTransport(Transport):
         launch_pull_rows(
             self.rounds.board, opening.digest, self.workspace.table["rows"], layout.row_of_slot, layout.padding,
             rows, row_scores, self.plan.chunk_len, self.plan.pull, padded=self.spec.expert_alignment > 1,
+            bulk_blocks=self.plan.bulk_blocks,
         )  # fmt: skip
         return rows
 

@@ -1,0 +1,58 @@
+"""Whether an operator may be left out: called in eager mode, where nobody but torch's dispatcher would see the call.
+
+An operator of `torch.library` costs the host 10 to 60 us beside its body (docs/measurements.md). Compilers, selective
+checkpointing, tracers, transforms and tensor subclasses need it; a plain eager call does not, and runs the same body
+without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+_PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter})
+# In force for all operators of this thread where nothing has been asked for. Autocast is left to what runs inside.
+_ALWAYS_INCLUDED = (DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)).raw_repr()
+_WRAPPINGS = (
+    DispatchKey.Python,  # a class with `__torch_dispatch__`
+    DispatchKey.PythonTLSSnapshot,
+    DispatchKey.Functionalize,
+    DispatchKey.Negative,  # what is in memory is not yet the value
+    DispatchKey.Conjugate,
+    DispatchKey.ZeroTensor,
+)
+_WRAPPED = sum({DispatchKeySet(key).raw_repr() for key in _WRAPPINGS})
+_eval_frame: Any = torch._C._dynamo.eval_frame
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether an operator on these tensors would do no more than run its body, with its adjoint in grad mode.
+
+    Not so while a compiler traces, or would trace what is called from here; inside a mode, a transform or a tracer; on
+    tensors of another class, or whose memory does not hold their values; and where autograd is switched off beside
+    grad mode, as in the body of another operator.
+    """
+    return not torch.compiler.is_compiling() and _is_unobserved() and all(map(_is_plain, tensors))
+
+
+def _is_unobserved() -> bool:
+    """Whether nothing in this thread looks at calls of operators."""
+    return (
+        not torch._C._dispatch_tls_local_include_set().raw_repr() & ~_ALWAYS_INCLUDED
+        and not torch._C._len_torch_function_stack()
+        and _eval_frame.get_eval_frame_callback() is None
+        and (
+            not torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
+            or not torch.is_grad_enabled()
+        )
+    )
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """A tensor and nothing around it; None is nothing at all."""
+    if tensor is None:
+        return True
+    return type(tensor) in _PLAIN_CLASSES and not torch._C._dispatch_keys(tensor).raw_repr() & _WRAPPED

@@ -1,0 +1,558 @@
+"""Dispatch of a small batch in one kernel: push rows to their ranks, tell, wait, and copy them to their experts' rows.
+
+Senders do what they alone can do cheaply. They number the slots of an expert among their own (a slot's place is that
+number and the expert), and count them. A receiver then knows where every slot goes from the counts `[ep_size, e]`
+alone, and each of its programs works that out for itself, so programs of a launch never wait for each other.
+
+Two ranks, one local expert, one slot a token; rank 0 names expert 0 with its token, rank 1 expert 1 and then 0. Rank 0
+gets counts `[[1], [1]]` and places `[[0], [-1]]` and `[[-1], [0]]`: the group of its expert begins at row 0, slots of
+rank 1 in it at row 1, so `row_of_slot = [[[0], [-1]], [[-1], [1]]]` (the example of `arrange.py`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from .blocks import power_of_two, up_to
+from .launch import launch
+from .publish import Opening
+from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying, wide
+from .small import (
+    SMALL,
+    Inbox,
+    agreed,
+    arrive,
+    compared,
+    count_round,
+    launch_wait_small,
+    part_of,
+    places_of,
+    poison,
+    spread,
+    tell_call,
+    wait_for_all,
+)
+
+
+class SmallGroups(NamedTuple):
+    """What a dispatch tells beside rows and their scores; what is not named here is as in `arrange.Groups`.
+
+    Attributes:
+        home_of_slot: `[T, K]` int32: the rank that has each slot's expert, -1 for none.
+        num_sent: `[1]` int64: rows that other ranks get from here.
+    """
+
+    row_of_slot: torch.Tensor
+    padding: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    wanted: torch.Tensor
+    expert_offsets: torch.Tensor
+    bad_ids: torch.Tensor
+    home_of_slot: torch.Tensor
+    num_sent: torch.Tensor
+
+
+# -- what a sender does -----------------------------------------------------------------------------------------------
+
+
+def known_ids(ids_ptr, at, inside, NUM_EXPERTS: tl.constexpr):
+    """Ids as int32; -1 where there is none, or none in the range."""
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1)
+    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
+
+
+def push_rows(
+    x_ptr, ids_ptr, rows_table_ptr, half, num_tokens, hidden_dim, x_stride, max_tokens, rank, first, step,
+    NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Push tiles of rows to every other rank that wants them, as program `first` of `step`."""
+    inboxes = ()
+    for nth in tl.static_range(1, EP_SIZE):
+        address = tl.load(rows_table_ptr + (rank + nth) % EP_SIZE)
+        inboxes += (tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16),)  # type: ignore[assignment]
+    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
+    num_tiles = (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS * num_parts
+    for tile in range(first, num_tiles, step):
+        token = tile // num_parts * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        brought, inside = token < num_tokens, (col < hidden_dim)[None, :]
+        token = token.to(tl.int64)
+        value = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=brought[:, None] & inside, other=0.0)
+        ranks = tl.full((BLOCK_ROWS,), 0, tl.int32)  # one bit each
+        for slot in tl.static_range(TOP_K):
+            ids = known_ids(ids_ptr, token * TOP_K + slot, brought, NUM_EXPERTS)
+            ranks = tl.where(ids >= 0, ranks | (1 << (tl.where(ids >= 0, ids, 0) // NUM_LOCAL)), ranks)
+        at = ((half * EP_SIZE + rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
+        for nth in tl.static_range(1, EP_SIZE):
+            wanted = (ranks >> ((rank + nth) % EP_SIZE)) & 1
+            tl.store(inboxes[nth - 1] + at, value, mask=(wanted != 0)[:, None] & inside)
+
+
+def push_places(
+    ids_ptr, scores_ptr, places_table_ptr, scores_table_ptr, home_ptr, half, num_tokens, max_tokens, rank, block,
+    NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Number the slots of one block of tokens among all that name the same expert, and push them to every rank."""
+    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
+    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
+    at, inside = token * TOP_K + slot, (token < num_tokens) & (slot < TOP_K)
+    ids = known_ids(ids_ptr, at, inside, NUM_EXPERTS)
+    score = tl.load(scores_ptr + at, mask=inside, other=0.0)
+    peer = tl.arange(0, EP_BLOCK)
+    places_there = tl.load(places_table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int32))
+    scores_there = tl.load(scores_table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.float32))
+    before = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
+    end = tl.where((block + 1) * BLOCK < num_tokens, (block + 1) * BLOCK, num_tokens) * TOP_K
+    for start in range(0, end, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        other_ids = known_ids(ids_ptr, other, other < end, NUM_EXPERTS)
+        same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < at[:, None])
+        before += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
+    home = tl.where(ids >= 0, ids // NUM_LOCAL, -1)
+    tl.store(home_ptr + at, home, mask=inside)
+    place = tl.where(ids >= 0, ids % NUM_LOCAL, 0) * PLACES + before
+    there = (half * EP_SIZE + rank) * max_tokens * TOP_K + at
+    pushed = (peer < EP_SIZE)[:, None] & inside[None, :]
+    here = home[None, :] == peer[:, None]
+    tl.store(places_there[:, None] + there[None, :], tl.where(here, place[None, :], -1), mask=pushed)
+    tl.store(scores_there[:, None] + there[None, :], score[None, :], mask=pushed & here)
+
+
+def push_counts(
+    ids_ptr, counts_table_ptr, half, num_tokens, rank, to_rank, NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    LOCAL_BLOCK: tl.constexpr, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Count the slots of every expert of one rank, and push that to it."""
+    counts_there = tl.load(counts_table_ptr + to_rank).to(tl.pointer_type(tl.int32))
+    local = tl.arange(0, LOCAL_BLOCK)
+    count = tl.full((LOCAL_BLOCK,), 0, tl.int32)
+    end = num_tokens * TOP_K
+    for start in range(0, end, COUNTED):
+        at = start + tl.arange(0, COUNTED)
+        expert = known_ids(ids_ptr, at, at < end, NUM_EXPERTS) - to_rank * NUM_LOCAL
+        count += tl.reduce((local[:, None] == expert[None, :]).to(tl.int32), 1, tl.standard._sum_combine)
+    tl.store(counts_there + (half * EP_SIZE + rank) * NUM_LOCAL + local, count, mask=local < NUM_LOCAL)
+
+
+def tell_brought(
+    ids_ptr, words, half, rank, num_tokens, NUM_EXPERTS: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count rows that other ranks get and ids outside the range; tell all what this rank brings."""
+    slot = tl.arange(0, TOP_K_BLOCK)
+    num_sent, num_bad = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
+        ids = tl.load(ids_ptr + token[:, None] * TOP_K + slot[None, :], mask=inside, other=-1)
+        bad = ((ids < -1) | (ids >= NUM_EXPERTS)).to(tl.int32)
+        num_bad += tl.reduce(tl.reduce(bad, 1, tl.standard._sum_combine), 0, tl.standard._sum_combine)
+        home = tl.where((ids < 0) | (ids >= NUM_EXPERTS), -1, ids // NUM_LOCAL).to(tl.int32)
+        for to_rank in range(EP_SIZE):
+            named = ((home == to_rank) & (to_rank != rank)).to(tl.int32)
+            sent = (tl.reduce(named, 1, tl.standard._sum_combine) > 0).to(tl.int32)
+            num_sent += tl.reduce(sent, 0, tl.standard._sum_combine)
+    peer = tl.arange(0, EP_BLOCK)
+    nothing = tl.full((EP_BLOCK,), 0, tl.int64)
+    brought = wide(num_tokens) + num_bad.to(tl.int64) * 4294967296
+    tl.store(words + (23 + half) * EP_SIZE + rank, nothing + brought, mask=peer < EP_SIZE)
+    return num_sent
+
+
+# -- what a receiver does ---------------------------------------------------------------------------------------------
+
+
+def find_groups(
+    counts_ptr, groups_ptr, padding_ptr, kept_ptr, wanted_ptr, ends_ptr, half, capacity, alive, tells,
+    ALIGNMENT: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Padded groups one after the other, cut off at the capacity, as `arrange.fit_groups` does it.
+
+    `groups [ep_size + 2, e]`: the first row of every source rank's slots by expert; then where padding begins and ends.
+    """
+    expert = tl.arange(0, LOCAL_BLOCK)
+    known = expert < NUM_LOCAL
+    source = tl.arange(0, EP_BLOCK)[:, None]
+    within = (source < EP_SIZE) & known[None, :]
+    at = source * NUM_LOCAL + expert[None, :]
+    counts = tl.load(counts_ptr + half * EP_SIZE * NUM_LOCAL + at, mask=within & alive, other=0)
+    wanted = tl.reduce(counts, 0, tl.standard._sum_combine)
+    before = tl.associative_scan(counts, 0, tl.standard._sum_combine) - counts
+    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
+    start = end - padded
+    room = tl.where(capacity > start, capacity - start, 0)
+    kept = tl.where(wanted < room, wanted, room)
+    inside = tl.where(end < capacity, end, capacity)
+    start = tl.where(start < capacity, start, capacity)
+    tl.store(groups_ptr + at, start[None, :] + before, mask=within)
+    tl.store(groups_ptr + EP_SIZE * NUM_LOCAL + expert, start + kept, mask=known)
+    tl.store(groups_ptr + (EP_SIZE + 1) * NUM_LOCAL + expert, inside, mask=known)
+    told = known & tells
+    tl.store(padding_ptr + expert, (start + kept).to(tl.int64), mask=told)
+    tl.store(padding_ptr + NUM_LOCAL + expert, inside.to(tl.int64), mask=told)
+    tl.store(kept_ptr + expert, kept.to(tl.int64), mask=told)
+    tl.store(wanted_ptr + expert, wanted.to(tl.int64), mask=told)
+    tl.store(ends_ptr + expert, inside, mask=told)
+    tl.debug_barrier()
+
+
+def fetch_tile(
+    x_ptr, inbox_ptr, places_ptr, brought_ptr, half, tile, num_tiles, num_tokens, bound, hidden_dim, x_stride,
+    max_tokens, rank, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Load one tile of what is in the inbox or, for this rank's own tokens, of `x`; and where it goes.
+
+    All loads go out at once: rows that nobody wants here, or that their rank has not brought, are loaded in vain.
+    """
+    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
+    num_blocks = (bound + BLOCK_ROWS - 1) // BLOCK_ROWS
+    from_rank = (rank + 1 + tile // (num_parts * num_blocks)) % EP_SIZE
+    token = tile // num_parts % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    own = from_rank == rank
+    there = (token < tl.where(own, num_tokens, bound)) & (tile < num_tiles)
+    in_inbox = (half * EP_SIZE + from_rank) * max_tokens + token
+    row_ptr = tl.where(own, x_ptr + token.to(tl.int64) * x_stride, inbox_ptr + in_inbox * hidden_dim)
+    brought = tl.load(brought_ptr + from_rank)
+    places = ()
+    for slot in tl.static_range(TOP_K):
+        places += (tl.load(places_ptr + in_inbox * TOP_K + slot, mask=there, other=-1),)  # type: ignore[assignment]
+    value = tl.load(row_ptr[:, None] + col[None, :], mask=there[:, None] & (col < hidden_dim)[None, :], other=0.0)
+    return value, brought, places
+
+
+def place_tile(
+    value, brought, places, scores_ptr, groups_ptr, row_of_slot_ptr, row_scores_ptr, out_ptr, half, tile, bound,
+    hidden_dim, max_tokens, rank, alive, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+    EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Store one tile at all of its rows; the first part of columns also tells which they are."""
+    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
+    num_blocks = (bound + BLOCK_ROWS - 1) // BLOCK_ROWS
+    from_rank = (rank + 1 + tile // (num_parts * num_blocks)) % EP_SIZE
+    token = tile // num_parts % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    num_tokens = tl.where(alive, (brought & 0xFFFFFFFF).to(tl.int32), 0)
+    rows = ()
+    for slot in tl.static_range(TOP_K):
+        here = (places[slot] >= 0) & (token < num_tokens)
+        expert = tl.where(here, places[slot] // PLACES, 0)
+        row = tl.load(groups_ptr + from_rank * NUM_LOCAL + expert) + places[slot] % PLACES
+        fits = row < tl.load(groups_ptr + EP_SIZE * NUM_LOCAL + expert)
+        rows += (tl.where(here, tl.where(fits, row, -2), -1),)  # type: ignore[assignment]
+    for slot in tl.static_range(TOP_K):
+        at = out_ptr + rows[slot].to(tl.int64)[:, None] * hidden_dim + col[None, :]
+        tl.store(at, value, mask=(rows[slot] >= 0)[:, None] & (col < hidden_dim)[None, :])
+    if tile % num_parts == 0:
+        in_inbox = (half * EP_SIZE + from_rank) * max_tokens + token
+        for slot in tl.static_range(TOP_K):
+            row = rows[slot]
+            tl.store(row_of_slot_ptr + (from_rank * bound + token) * TOP_K + slot, row, mask=token < bound)
+            score = tl.load(scores_ptr + in_inbox * TOP_K + slot, mask=row >= 0, other=0.0)
+            tl.store(row_scores_ptr + row, score, mask=row >= 0)
+
+
+def clear_padding(
+    groups_ptr, row_scores_ptr, out_ptr, hidden_dim, first, step,
+    NUM_LOCAL: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Padding rows become zero, in parts of columns."""
+    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
+    for part in range(first, NUM_LOCAL * num_parts, step):
+        expert = part // num_parts
+        col = part % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        begin = tl.load(groups_ptr + EP_SIZE * NUM_LOCAL + expert)
+        end = tl.load(groups_ptr + (EP_SIZE + 1) * NUM_LOCAL + expert)
+        for row in range(begin, end):
+            tl.store(out_ptr + wide(row) * hidden_dim + col, 0.0, mask=col < hidden_dim)
+            if part % num_parts == 0:
+                tl.store(row_scores_ptr + row, 0.0)
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def dispatch_small_kernel(
+    signals_ptr, table_ptr, state_ptr, desk_ptr,
+    x_ptr,  # [T, D], rows `x_stride` elements apart, at a multiple of 16 bytes
+    ids_ptr,  # [T, K] int64 or int32
+    scores_ptr,  # [T, K] float32
+    inbox_rows_ptr,  # [2, EP, S_max, D]
+    inbox_places_ptr,  # [2, EP, S_max, K] int32
+    inbox_scores_ptr,  # [2, EP, S_max, K] float32
+    inbox_counts_ptr,  # [2, EP, e] int32
+    inbox_tables_ptr,  # [5, EP] int64: addresses of the four above, and another one
+    groups_ptr,  # [programs, EP + 2, e] int32
+    home_ptr,  # [T, K] int32
+    num_sent_ptr,  # [1] int64
+    sent_ptr,  # [1] int64, added to
+    row_of_slot_ptr,  # [EP, S, K] int32
+    padding_ptr,  # [2, e] int64
+    kept_ptr,  # [e] int64
+    wanted_ptr,  # [e] int64
+    ends_ptr,  # [e] int32
+    bad_ids_ptr,  # [EP] int64
+    row_scores_ptr,  # [R] float32
+    out_ptr,  # [R, D]
+    rank,
+    digest,
+    call,  # `varying`: its number
+    tokens,  # `varying`: T
+    limits,  # `varying`: S
+    room,  # `varying`: R
+    max_tokens,  # S_max
+    hidden_eighths,  # D / 8
+    stride_eighths,  # `x_stride` / 8
+    PUSHES: tl.constexpr,
+    TAKES: tl.constexpr,
+    FUSED: tl.constexpr,  # whether this kernel waits
+    ALIGNMENT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    LOCAL_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr,
+    PUSHED_ROWS: tl.constexpr,
+    TAKEN_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens whose slots are numbered at a time
+    OTHERS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    READ_TOKENS: tl.constexpr,  # that the clerk looks at, at a time
+    POLLS: tl.constexpr,
+    POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """The first program is the clerk; the others share the work. A program alone does both."""
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    workers = tl.where(programs > 1, programs - 1, 1)
+    worker = tl.where(programs > 1, first - 1, 0)
+    num_tokens, bound, num_rows = (tokens - 3) // 2, (limits - 3) // 2, (room - 3) // 2
+    hidden_dim, x_stride = hidden_eighths * 8, stride_eighths * 8  # so they are known to be multiples of a vector
+    number, small = tl.load(state_ptr), tl.load(state_ptr + 11)
+    if PUSHES:
+        number += 1
+        small += 1
+    half = small % 2
+    peer = tl.arange(0, EP_BLOCK)
+    words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
+    given_up = agreed(state_ptr + 4)
+    num_sent = tl.full((), 0, tl.int32)
+    if PUSHES:
+        if given_up == 0:
+            if worker >= 0:
+                if EP_SIZE > 1:
+                    push_rows(
+                        x_ptr, ids_ptr, inbox_tables_ptr, half, num_tokens, hidden_dim, x_stride, max_tokens, rank,
+                        worker, workers, NUM_EXPERTS, NUM_LOCAL, TOP_K, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
+                    )  # fmt: skip
+                # From the other end, since those at this end have more rows.
+                for item in range(workers - 1 - worker, EP_SIZE + (num_tokens + BLOCK - 1) // BLOCK, workers):
+                    if item < EP_SIZE:
+                        push_counts(
+                            ids_ptr, inbox_tables_ptr + 3 * EP_SIZE, half, num_tokens, rank, item, NUM_EXPERTS,
+                            NUM_LOCAL, LOCAL_BLOCK, TOP_K, EP_SIZE, COUNTED,
+                        )  # fmt: skip
+                    else:
+                        push_places(
+                            ids_ptr, scores_ptr, inbox_tables_ptr + EP_SIZE, inbox_tables_ptr + 2 * EP_SIZE, home_ptr,
+                            half, num_tokens, max_tokens, rank, item - EP_SIZE, NUM_EXPERTS, NUM_LOCAL, TOP_K,
+                            TOP_K_BLOCK, PLACES, EP_SIZE, EP_BLOCK, BLOCK, OTHERS,
+                        )  # fmt: skip
+            if first == 0:
+                num_sent = tell_brought(
+                    ids_ptr, words, half, rank, num_tokens, NUM_EXPERTS, NUM_LOCAL, TOP_K, TOP_K_BLOCK, EP_SIZE,
+                    EP_BLOCK, READ_TOKENS,
+                )  # fmt: skip
+                tell_call(words, number, digest, rank, NUM_CHUNKS, EP_SIZE, EP_BLOCK)
+            arrive(words, state_ptr, first, programs, rank, EP_SIZE, EP_BLOCK)
+        if first == 0:
+            begin_call(state_ptr, desk_ptr, call, FUSED)
+            tl.store(num_sent_ptr, num_sent.to(tl.int64))
+            tl.store(sent_ptr, tl.load(sent_ptr) + num_sent)
+            if not FUSED:
+                count_round(state_ptr, number, small)
+    code = tl.full((), 1, tl.int32)
+    if FUSED:
+        code = wait_for_all(
+            signals_ptr, state_ptr, desk_ptr, small, number, digest, given_up, POLLS, POLLS_PER_LOOK,
+            NUM_CHUNKS, EP_SIZE, EP_BLOCK,
+        )  # fmt: skip
+        if first == 0:
+            count_wait(state_ptr, desk_ptr, 6)
+            if code == 1:
+                count_round(state_ptr, number, small)
+    if TAKES:
+        alive = code == 1
+        brought_ptr = signals_ptr + (23 + half) * EP_SIZE
+        if first == 0:
+            brought = tl.load(brought_ptr + peer, mask=(peer < EP_SIZE) & alive, other=0)
+            tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
+        groups = groups_ptr + first * (NUM_LOCAL * (EP_SIZE + 2))
+        num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
+        num_tiles = EP_SIZE * ((bound + TAKEN_ROWS - 1) // TAKEN_ROWS) * num_parts
+        # A tile's loads are on their way while groups are found, or while the tile before it is stored.
+        value, brought, places = fetch_tile(
+            x_ptr, inbox_rows_ptr, inbox_places_ptr, brought_ptr, half, tl.where(worker < 0, num_tiles, worker),
+            num_tiles, num_tokens, bound, hidden_dim, x_stride, max_tokens, rank, TOP_K, EP_SIZE, TAKEN_ROWS,
+            BLOCK_COLS,
+        )  # fmt: skip
+        find_groups(
+            inbox_counts_ptr, groups, padding_ptr, kept_ptr, wanted_ptr, ends_ptr, half, num_rows, alive, first == 0,
+            ALIGNMENT, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
+        )  # fmt: skip
+        if worker >= 0:
+            for tile in range(worker, num_tiles, workers):
+                next_value, next_brought, next_places = fetch_tile(
+                    x_ptr, inbox_rows_ptr, inbox_places_ptr, brought_ptr, half, tile + workers, num_tiles, num_tokens,
+                    bound, hidden_dim, x_stride, max_tokens, rank, TOP_K, EP_SIZE, TAKEN_ROWS, BLOCK_COLS,
+                )  # fmt: skip
+                place_tile(
+                    value, brought, places, inbox_scores_ptr, groups, row_of_slot_ptr, row_scores_ptr, out_ptr, half,
+                    tile, bound, hidden_dim, max_tokens, rank, alive, NUM_LOCAL, TOP_K, PLACES, EP_SIZE, TAKEN_ROWS,
+                    BLOCK_COLS,
+                )  # fmt: skip
+                value, brought, places = next_value, next_brought, next_places
+            if ALIGNMENT > 1:
+                clear_padding(
+                    groups, row_scores_ptr, out_ptr, hidden_dim, worker, workers, NUM_LOCAL, EP_SIZE, BLOCK_COLS
+                )
+        if code > 1:
+            poison(out_ptr, num_rows.to(tl.int64) * hidden_dim, first, programs, BLOCK_COLS)
+            poison(row_scores_ptr, num_rows, first, programs, BLOCK_COLS)
+
+
+HELPERS = (
+    *SIGNALLING, *SMALL, known_ids, push_rows, push_places, push_counts, tell_brought, find_groups, fetch_tile,
+    place_tile, clear_padding,
+)  # fmt: skip
+
+
+def launch_dispatch_small(
+    board: Board,
+    opening: Opening,
+    inbox: Inbox,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    sent: torch.Tensor,
+    bound: int,
+    alignment: int,
+    num_experts: int,
+    out: torch.Tensor,
+) -> tuple[SmallGroups, torch.Tensor]:
+    """A whole dispatch of `x [T, D]`, which no rank has more than `bound` tokens of, into `out [R, D]`.
+
+    Args:
+        board: this rank's.
+        opening: of this call.
+        inbox: see there.
+        x: as the dtype of `out`.
+        scores: `[T, K]` float32.
+        ids: `[T, K]` int64 or int32.
+        sent: `[1]` int64: rows that other ranks get from here are added.
+        bound: S, at most S_max.
+        alignment: groups are padded to a multiple of this.
+        num_experts: of all ranks.
+        out: R is the capacity.
+
+    Returns:
+        The groups, and `row_scores [R]` float32, 0 on padding rows. Once a wait was given up there are no groups, and
+        rows and scores are NaN.
+    """
+    (num_tokens, top_k), num_local = ids.shape, num_experts // board.ep_size
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    ids, scores = ids.contiguous(), scores.contiguous()
+    groups = _new_groups(board, bound, num_tokens, top_k, num_local)
+    row_scores = torch.empty(out.shape[0], dtype=torch.float32, device=board.device)
+    sizes = _sizes(
+        board.state.is_cuda, board.ep_size, inbox.max_programs, inbox.max_tokens, bound, top_k, num_local,
+        out.shape[1], out.element_size(),
+    )  # fmt: skip
+
+    def run(programs: int, *, pushes: bool, takes: bool) -> None:
+        launch(
+            dispatch_small_kernel, (programs,), board.device, *board.tensors,
+            x, ids, scores, inbox.rows, inbox.places, inbox.scores, inbox.counts, inbox.tables, inbox.groups,
+            groups.home_of_slot, groups.num_sent, sent, groups.row_of_slot, groups.padding, groups.tokens_per_expert,
+            groups.wanted, groups.expert_offsets, groups.bad_ids, row_scores, out,
+            board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
+            varying(out.shape[0]), inbox.max_tokens, out.shape[1] // 8, x.stride(0) // 8,
+            PUSHES=pushes, TAKES=takes, FUSED=board.fused, ALIGNMENT=alignment, NUM_EXPERTS=num_experts,
+            NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
+            helpers=HELPERS, **sizes.constants, **board.constants,
+        )  # fmt: skip
+
+    if board.fused:
+        run(sizes.programs, pushes=True, takes=True)
+    else:
+        run(1, pushes=True, takes=False)
+        launch_wait_small(board, opening.digest)
+        run(1, pushes=False, takes=True)
+    return groups, row_scores
+
+
+class _Sizes(NamedTuple):
+    programs: int
+    constants: dict[str, int]
+
+
+@cache
+def _sizes(
+    on_gpu: bool,
+    ep_size: int,
+    max_programs: int,
+    max_tokens: int,
+    bound: int,
+    top_k: int,
+    num_local: int,
+    hidden_dim: int,
+    num_bytes: int,
+) -> _Sizes:
+    """How many programs share the work, in which pieces, for elements of so many bytes; no time to find out anew."""
+    cols, workers, slots = part_of(hidden_dim, num_bytes), max(max_programs - 1, 1), power_of_two(top_k)
+    parts = -(-hidden_dim // cols)
+    if on_gpu:
+        pushed, taken = spread(bound, parts, workers, 4), spread(ep_size * bound, parts, workers, 8)
+        block = spread(bound, 1, workers, 8)
+    else:
+        pushed = taken = block = up_to(64, bound)
+    pieces = max(-(-bound // pushed) * parts + ep_size + -(-bound // block), ep_size * -(-bound // taken) * parts)
+    constants = {
+        "NUM_LOCAL": num_local, "LOCAL_BLOCK": power_of_two(num_local),
+        "TOP_K": top_k, "TOP_K_BLOCK": slots, "PLACES": places_of(max_tokens, top_k),
+        "PUSHED_ROWS": pushed, "TAKEN_ROWS": taken, "BLOCK_COLS": cols,
+        "BLOCK": block, "OTHERS": compared(on_gpu, block * slots, bound * top_k),
+        "COUNTED": compared(on_gpu, num_local, bound * top_k), "READ_TOKENS": up_to(128, bound),
+        "num_warps": 4 if max(pushed, taken) == 1 else 8,
+    }  # fmt: skip
+    return _Sizes(min(max_programs, 1 + pieces), constants)
+
+
+def _new_groups(board: Board, bound: int, num_tokens: int, top_k: int, num_local: int) -> SmallGroups:
+    device = board.device
+    parts = (num_local, board.ep_size)  # what is returned to the caller lies apart
+    wanted, bad_ids = torch.empty(sum(parts), dtype=torch.int64, device=device).split_with_sizes(parts)
+    return SmallGroups(
+        row_of_slot=torch.empty(board.ep_size, bound, top_k, dtype=torch.int32, device=device),
+        padding=torch.empty(2, num_local, dtype=torch.int64, device=device),
+        tokens_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
+        wanted=wanted,
+        expert_offsets=torch.empty(num_local, dtype=torch.int32, device=device),
+        bad_ids=bad_ids,
+        home_of_slot=torch.empty(num_tokens, top_k, dtype=torch.int32, device=device),
+        num_sent=torch.empty(1, dtype=torch.int64, device=device),
+    )

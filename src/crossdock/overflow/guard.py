@@ -1,0 +1,358 @@
+"""The guard: what happens at the end of a training step, in order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dispatcher import TokenDispatcher
+from ..errors import CapacityOverflow, ConfigError, ContractViolation, InvalidInput
+from ..opened import OpenDispatcher
+from ..types import RowCapacity, check_positive_int
+from .agree import Agreement
+from .apply import Stepper
+from .rng import RngState
+from .sizing import Shrinking, Sizer
+
+Loss = TypeVar("Loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardStats:
+    """What a guard has done so far; the same on every rank of its groups, but for what is resized.
+
+    Attributes:
+        steps: steps that came to it.
+        skipped_steps: steps that it did not apply.
+        retries: times that it ran a step again.
+        grown: times that a layer of this rank's dispatchers got a larger capacity.
+        shrunk: times that one got a smaller capacity.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    retries: int = 0
+    grown: int = 0
+    shrunk: int = 0
+
+
+class OverflowGuard:
+    """Keeps a training step that lacks rows from being applied; `guard.step()` stands in for `optimizer.step()`.
+
+    A step is truncated if a dispatch since the last one has dropped rows, under another policy than "drop", on any rank
+    of any of the groups. Then parameters and the optimizer's state stay as they are, to the bit, on all of these ranks;
+    the step is counted; and the `calibrated` layers that dropped rows are sized to fit what they were asked for. A call
+    that was given up on the device (`PeerTimeout` follows at the next touch point) keeps a step from being applied too.
+
+    The optimizer's step is decided on the device where all optimizers read `found_inf` (torch's fused ones) or with
+    `snapshot=True`. Then a new size is read, and comes, one step late, and a second step in a row may be skipped.
+    Otherwise the host reads the flag, once a step, and sizes change at once.
+
+    Args:
+        dispatchers: one, or several whose calls make up a step. A dispatcher has one guard.
+        optimizer: one, or several that step together.
+        groups: every group over which a step is the same for all ranks, beside the dispatchers' own: those of data,
+            tensor and pipeline parallelism. The flag is agreed over each in turn, as over the dimensions of a mesh.
+        snapshot: keep a copy of parameters and state during the step, and put it back on the device, so that the host
+            reads nothing; for optimizers without `found_inf`.
+        sync: read on the host at every step, so that sizes change at once.
+        retry: run a truncated step again, at once and with the capacity that it needs; `step` needs its closure then.
+        shrink_after: after so many steps in a row that took up little of a layer's capacity, fit that to the most of
+            them; None never does.
+        shrink_below: what "little" is, a share of the capacity.
+        patience: how many steps in a row may be skipped, or runs of a retried step truncated, before that is an error.
+
+    Raises:
+        ConfigError: no dispatchers, or settings that do not go together.
+
+    Example:
+        >>> from .. import DispatcherConfig
+        >>> config = DispatcherConfig(
+        ...     num_experts=4, top_k=2, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=16,
+        ...     row_capacity=RowCapacity.calibrated(1.0), on_overflow="skip_step",
+        ... )
+        >>> weight = torch.ones(8, requires_grad=True)
+        >>> with TokenDispatcher(config) as dispatcher:
+        ...     guard = OverflowGuard(dispatcher, torch.optim.SGD([weight], lr=0.1))
+        ...     for num_tokens in (4, 8, 8):
+        ...         ids = torch.tensor([[0, 1]] * num_tokens)
+        ...         routed = dispatcher.dispatch(weight.expand(num_tokens, 8), torch.ones(num_tokens, 2), ids)
+        ...         dispatcher.combine(routed.rows, routed.handle).sum().backward()
+        ...         guard.step()
+        >>> guard.stats()
+        GuardStats(steps=3, skipped_steps=1, retries=0, grown=1, shrunk=0)
+    """
+
+    def __init__(
+        self,
+        dispatchers: TokenDispatcher | Sequence[TokenDispatcher],
+        optimizer: Optimizer | Sequence[Optimizer],
+        groups: Sequence[Any] = (),
+        *,
+        snapshot: bool = False,
+        sync: bool = False,
+        retry: bool = False,
+        shrink_after: int | None = None,
+        shrink_below: float = 0.5,
+        patience: int = 10,
+    ) -> None:
+        check_positive_int("patience", patience)
+        guarded = _dispatchers(dispatchers)
+        self._opened = [each._open for each in guarded]
+        self._steppers = [Stepper(each, snapshot=snapshot) for each in _optimizers(optimizer)]
+        if retry:
+            _check_retry(self._opened)
+        shrinking = _shrinking(shrink_after, shrink_below)
+        self._sizers = [Sizer(opened, shrinking) for opened in self._opened]
+        self._retry, self._patience = retry, patience
+        self._reads_host = sync or retry or any(stepper.needs_host for stepper in self._steppers)
+        self._attach()
+        timeout_s = max(opened.config.timeout_s for opened in self._opened)
+        self._own = [Agreement.over(each.group, timeout_s) for each in guarded]
+        self._wider = _wider(self._own, groups, timeout_s)
+        self._unread: _Report | None = None
+        self._steps = self._skipped = self._skipped_in_a_row = self._retries = self._grown = self._shrunk = 0
+
+    def step(self, closure: Callable[[], Loss] | None = None, *, scaler: Any = None) -> Loss | None:
+        """End a training step: agree, apply it or not, and fit capacities. On all ranks of all groups together.
+
+        Args:
+            closure: runs forward and backward of the whole step and returns its loss, which is returned; called once,
+                or again under `retry`. Without it, they have been run.
+            scaler: a `torch.amp.GradScaler`, whose step is made instead of the optimizer's; gradients may have been
+                unscaled, and `scaler.update()` stays with the caller. A truncated step does not change its scale.
+
+        Raises:
+            CapacityOverflow: under `on_overflow="raise"`; or too many steps in a row were truncated.
+            PeerTimeout, ContractViolation: a dispatcher's first fault, or ranks that do not come to this step.
+            InvalidInput: no closure under `retry`.
+        """
+        self._check_step(closure)
+        self._raise_faults()
+        self._read_late()
+        rng = RngState.of(self._device) if self._retry else None
+        loss = _run(closure)
+        report, skip = self._agree(), None
+        if self._reads_host:
+            skip = self._take(report)
+            while skip and rng is not None and report.values()[0] == 1:
+                loss, report = self._run_again(closure, rng)
+                skip = self._take(report)
+        else:
+            self._unread = report
+        for opened in self._opened:
+            opened.look()
+        self._steps += 1
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        for stepper in self._steppers:
+            stepper.step(report.flag, skip, scaler)
+        return loss
+
+    def num_skipped(self) -> int:
+        """Steps that were not applied; waits for the device."""
+        return self._skipped + (self._unread is not None and self._unread.values()[0] > 0)
+
+    def stats(self) -> GuardStats:
+        """What it has done so far; waits for the device."""
+        return GuardStats(
+            steps=self._steps,
+            skipped_steps=self.num_skipped(),
+            retries=self._retries,
+            grown=self._grown,
+            shrunk=self._shrunk,
+        )
+
+    def __repr__(self) -> str:
+        return f"OverflowGuard({len(self._opened)} dispatchers, {len(self._steppers)} optimizers)"
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return next((opened.device for opened in self._opened if opened.device is not None), torch.device("cpu"))
+
+    def _check_step(self, closure: Any) -> None:
+        if self._retry and closure is None:
+            raise InvalidInput("retry=True needs a closure at every step: what runs forward and backward once more")
+        if closure is not None and not callable(closure):
+            raise InvalidInput(f"closure must be a function without arguments, got {type(closure).__name__}")
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ContractViolation(
+                "a guard's step cannot be captured in a graph: capture forward and backward, and step behind the replay"
+            )
+
+    def _raise_faults(self) -> None:
+        for opened in self._opened:
+            opened.session.raise_fault()
+
+    def _agree(self) -> _Report:
+        """What all ranks have seen of this step."""
+        self._raise_faults()
+        device = self._device
+        news = [opened.take_news(device).to(device) for opened in self._opened]
+        for members in _by_key(self._own):
+            joined = torch.cat([news[i] for i in members])
+            self._own[members[0]].maximum(joined, self._raise_faults)
+            for i, part in zip(members, joined.split([len(news[i]) for i in members]), strict=True):
+                news[i] = part
+        flag = torch.stack([part[0] for part in news]).amax().reshape(1)
+        for agreement in self._wider:
+            agreement.maximum(flag, self._raise_faults)
+        return _Report(flag, news)
+
+    def _take(self, report: _Report) -> bool:
+        """Read a report on the host and fit capacities; whether its step is truncated."""
+        code, *words = report.values()
+        skipped, grown = code > 0, 0
+        parts = report.split(words)
+        for sizer, part in zip(self._sizers, parts, strict=True):
+            resized = sizer.fit(part)
+            grown += resized.grown
+            self._shrunk += resized.shrunk
+        self._grown += grown
+        self._skipped += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self._patience:
+            self._give_up(parts)
+        return skipped
+
+    def _read_late(self) -> None:
+        if self._unread is not None:
+            report, self._unread = self._unread, None
+            self._take(report)
+
+    def _run_again(self, closure: Callable[[], Loss] | None, rng: RngState) -> tuple[Loss | None, _Report]:
+        self._retries += 1
+        self._skipped -= 1  # it is not skipped, but made again
+        rng.restore()
+        for stepper in self._steppers:
+            stepper.optimizer.zero_grad(set_to_none=True)
+        return _run(closure), self._agree()
+
+    def _give_up(self, parts: list[list[int]]) -> None:
+        found = ((sizer.dropping(part), i) for i, (sizer, part) in enumerate(zip(self._sizers, parts, strict=True)))
+        layer, i = next(((layer, i) for layer, i in found if layer is not None), (None, 0))
+        if layer is None:
+            why = "ranks of another dispatcher dropped rows"
+        else:
+            capacity = self._opened[i].config.row_capacity
+            why = f"layer {layer!r} drops rows, and row_capacity {capacity} " + (
+                "does not grow fast enough" if capacity.kind == "calibrated" else "does not grow: raise it"
+            )
+        raise CapacityOverflow(f"{self._skipped_in_a_row} steps in a row were truncated and not applied: {why}")
+
+    def _attach(self) -> None:
+        for opened in self._opened:
+            if opened.guard is not None and opened.guard() is not None:
+                raise ConfigError(
+                    "a dispatcher has one guard, and this one has one already: give that all optimizers, or drop it"
+                )
+        for opened in self._opened:
+            opened.guard = weakref.ref(self)
+
+
+class _Report:
+    """What all ranks have seen of one step, on its way to the host.
+
+    Attributes:
+        flag: float32 without dimensions, on the device: 1 where the step is truncated.
+    """
+
+    def __init__(self, code: Tensor, news: list[Tensor]) -> None:
+        self.flag = (code != 0).to(torch.float32).reshape(())
+        self._sizes = [len(part) for part in news]
+        words = torch.cat([code, *news])
+        self._host, self._event = words, None
+        if words.is_cuda:
+            self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            self._host.copy_(words, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def values(self) -> list[int]:
+        """1 (rows were dropped) or 2 (a call was given up), then every dispatcher's words; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
+
+    def split(self, words: list[int]) -> list[list[int]]:
+        """Every dispatcher's words."""
+        ends = [sum(self._sizes[: i + 1]) for i in range(len(self._sizes))]
+        return [words[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
+
+
+def _run(closure: Callable[[], Loss] | None) -> Loss | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _by_key(agreements: list[Agreement]) -> list[list[int]]:
+    """Places of those over the same ranks, in order."""
+    places: dict[Any, list[int]] = {}
+    for i, agreement in enumerate(agreements):
+        places.setdefault(agreement.key, []).append(i)
+    return list(places.values())
+
+
+def _wider(own: list[Agreement], groups: Sequence[Any], timeout_s: float) -> list[Agreement]:
+    """Over the given groups; not over the dispatchers' own where they have only one, for that is agreed already."""
+    agreements = [Agreement.over(group, timeout_s) for group in _listed(groups)]
+    known = {agreement.key for agreement in own}
+    return [each for each in agreements if each.members.size > 1 and (len(known) > 1 or each.key not in known)]
+
+
+def _listed(given: Any) -> list[Any]:
+    """One, or several."""
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
+def _dispatchers(given: Any) -> list[TokenDispatcher]:
+    dispatchers: list[TokenDispatcher] = _listed(given)
+    if not dispatchers:
+        raise ConfigError("an OverflowGuard needs at least one dispatcher, got none")
+    for each in dispatchers:
+        if not isinstance(each, TokenDispatcher):
+            raise ConfigError(f"an OverflowGuard takes dispatchers, got {type(each).__name__}")
+    return dispatchers
+
+
+def _optimizers(given: Any) -> list[Optimizer]:
+    optimizers: list[Optimizer] = [given] if isinstance(given, Optimizer) else _listed(given)
+    if not optimizers:
+        raise ConfigError("an OverflowGuard needs at least one optimizer, got none")
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(f"an OverflowGuard takes torch optimizers, got {type(each).__name__}")
+    return optimizers
+
+
+def _shrinking(after: int | None, below: float) -> Shrinking | None:
+    if not 0 < below < 1:
+        raise ConfigError(f"shrink_below must lie between 0 and 1, got {below!r}")
+    if after is None:
+        return None
+    check_positive_int("shrink_after", after)
+    return Shrinking(after, below)
+
+
+def _check_retry(opened: list[OpenDispatcher]) -> None:
+    for config in (each.config for each in opened):
+        capacity = config.row_capacity
+        if capacity.kind not in ("exact", "calibrated") and capacity != RowCapacity.worst_case():
+            raise ConfigError(
+                f"retry=True needs a row capacity that grows, and {capacity} does not: take RowCapacity.calibrated(),"
+                " or leave retry out"
+            )
+        if config.on_overflow == "raise" and capacity.kind == "calibrated":
+            raise ConfigError(
+                "retry=True needs on_overflow='skip_step': under 'raise' the step would not come to its end"
+            )

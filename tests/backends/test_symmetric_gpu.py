@@ -1,0 +1,264 @@
+"""`symmetric` on GPUs: bits, graphs, no host synchronisation, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import crossdock as cd
+from crossdock.testing import run_ranks, start_ranks
+
+TIMEOUT_S = 4.0
+MARGIN_S = 5.0
+SLEEP_CYCLES = 600_000_000  # about 300 ms
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+two_gpus = pytest.mark.gpu(2)
+
+
+def _config(**changes: Any) -> cd.DispatcherConfig:
+    settings: dict[str, Any] = {
+        "num_experts": 16,
+        "top_k": 4,
+        "hidden_dim": 256,
+        "dtype": torch.bfloat16,
+        "num_max_tokens_per_rank": 64,
+        "timeout_s": 20.0,
+    }
+    return cd.DispatcherConfig(**{**settings, **changes})
+
+
+def _inputs(config: cd.DispatcherConfig, rank: int, seed: int = 0, num_tokens: int | None = None) -> Inputs:
+    generator = torch.Generator(device="cuda").manual_seed(100 * seed + rank)
+    tokens = config.num_max_tokens_per_rank if num_tokens is None else num_tokens
+    x = torch.randn(tokens, config.hidden_dim, device="cuda", generator=generator).to(config.dtype)
+    scores = torch.rand(tokens, config.top_k, device="cuda", generator=generator)
+    chances = torch.rand(tokens, config.num_experts, device="cuda", generator=generator)
+    return x, scores, chances.topk(config.top_k, 1).indices
+
+
+def _there_and_back(dispatcher: cd.TokenDispatcher, inputs: Inputs) -> list[torch.Tensor]:
+    """Rows up to the last offset, their scores, counts, offsets, output, and both gradients."""
+    x, scores, ids = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(), inputs[2]
+    routed = dispatcher.dispatch(x, scores, ids)
+    out = dispatcher.combine(routed.rows * 2, routed.handle)
+    weights = torch.arange(out.shape[1], device="cuda")
+    grads = torch.autograd.grad((out.float() * weights).sum(), (x, scores))
+    dispatcher.check()
+    end = int(routed.expert_offsets[-1])
+    kept = (routed.rows[:end], routed.scores[:end], routed.tokens_per_expert, routed.expert_offsets, out, *grads)
+    return [tensor.detach() for tensor in kept]
+
+
+def _bits(rank: int, reduction: Any, alignment: int, dtype: torch.dtype, num_sms: int | None) -> list[bool]:
+    exact = _config(reduction=reduction, expert_alignment=alignment, dtype=dtype, hidden_dim=40, num_sms=num_sms)
+    free = _config(
+        **{
+            **{
+                name: getattr(exact, name)
+                for name in ("reduction", "expert_alignment", "dtype", "hidden_dim", "num_sms")
+            }
+        },
+        row_capacity=cd.RowCapacity.worst_case(),
+    )
+    came = []
+    for config, backend in (
+        (exact, _other()),
+        (exact, "symmetric"),
+        (free, "symmetric"),
+    ):
+        with cd.TokenDispatcher(config, backend=backend, device="cuda") as dispatcher:
+            came.append(_there_and_back(dispatcher, _inputs(config, rank, num_tokens=50 - 7 * rank)))
+    return [torch.equal(a, b) for other in came[1:] for a, b in zip(came[0], other, strict=True)]
+
+
+def _other() -> str:
+    return "all_to_all" if torch.distributed.get_world_size() > 1 else "local"
+
+
+@two_gpus
+@pytest.mark.parametrize("num_sms", [None, 16])
+@pytest.mark.parametrize(
+    ("reduction", "alignment", "dtype"),
+    [("fast", 1, torch.bfloat16), ("exact", 16, torch.float32), ("fast", 16, torch.float16)],
+)
+def test_the_bits_are_those_of_all_to_all(reduction, alignment, dtype, num_sms):
+    for same in run_ranks(_bits, 2, reduction, alignment, dtype, num_sms, backend="nccl", timeout_s=120.0):
+        assert all(same), same
+
+
+def _replays(rank: int, backend: str) -> list[str]:
+    """What went wrong, in words."""
+    config = _config(row_capacity=cd.RowCapacity.worst_case())
+    wrong = []
+    with torch.no_grad():
+        dispatcher = cd.TokenDispatcher(config, backend=backend, device="cuda")
+        held = _inputs(config, rank)
+
+        def pair() -> torch.Tensor:
+            routed = dispatcher.dispatch(*held)
+            return dispatcher.combine(routed.rows, routed.handle)
+
+        for _ in range(2):
+            pair()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = pair()
+        for seed in range(5):
+            x, scores, ids = _inputs(config, rank, seed + 1)
+            ids = (ids, torch.full_like(ids, -1), torch.zeros_like(ids), ids, ids)[seed]
+            for tensor, value in zip(held, (x, scores, ids), strict=True):
+                tensor.copy_(value)
+            graph.replay()
+            got = captured.clone()
+            if not torch.equal(got, pair()):
+                wrong.append(f"replay {seed} differs from an eager call")
+            dispatcher.check()
+        del graph
+        dispatcher.close(graphs_destroyed=True)
+    return wrong
+
+
+@two_gpus
+def test_graphs_replay_other_routings_with_eager_calls_between():
+    assert run_ranks(_replays, 2, "symmetric", backend="nccl", timeout_s=120.0) == [[], []]
+
+
+def _host_time(rank: int) -> dict[str, float]:
+    config = _config(row_capacity=cd.RowCapacity.worst_case())
+    with cd.TokenDispatcher(config, backend="symmetric", device="cuda") as dispatcher:
+        x, scores, ids = _inputs(config, rank)
+        x.requires_grad_()
+        for _ in range(3):
+            routed = dispatcher.dispatch(x, scores, ids)
+            dispatcher.combine(routed.rows, routed.handle).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(SLEEP_CYCLES)
+        marks = [time.perf_counter()]
+        routed = dispatcher.dispatch(x, scores, ids)
+        marks.append(time.perf_counter())
+        out = dispatcher.combine(routed.rows, routed.handle)
+        marks.append(time.perf_counter())
+        out.sum().backward()
+        marks.append(time.perf_counter())
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        slept = time.perf_counter() - marks[0]
+        assert dispatcher.stats().host_syncs == 0
+    names = ("dispatch", "combine", "backward")
+    return {
+        **{name: after - before for name, before, after in zip(names, marks, marks[1:], strict=False)},
+        "all": slept,
+    }
+
+
+@two_gpus
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_on_the_host():
+    for took in run_ranks(_host_time, 2, backend="nccl", timeout_s=120.0):
+        assert took["all"] > 0.2, "the device was to sleep meanwhile"
+        assert max(took["dispatch"], took["combine"], took["backward"]) < 0.02, took
+
+
+def _without_a_peer(rank: int, fault: str) -> dict[str, Any]:
+    """Rank 1 goes after one good pair of calls; rank 0 tells what its next combine came to."""
+    config = _config(row_capacity=cd.RowCapacity.worst_case(), timeout_s=TIMEOUT_S)
+    dispatcher = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
+    with torch.no_grad():
+        routed = dispatcher.dispatch(*_inputs(config, rank))
+        dispatcher.combine(routed.rows, routed.handle)
+        torch.cuda.synchronize()
+        if rank == 1:
+            if fault == "dies":
+                os._exit(7)
+            if fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "closes":
+                dispatcher.close()
+            time.sleep(3 * TIMEOUT_S)  # "idles"
+            return {}
+        begun = time.monotonic()
+        out = dispatcher.combine(routed.rows, routed.handle)
+        enqueued_s = time.monotonic() - begun
+        torch.cuda.synchronize()
+        told: dict[str, Any] = {"enqueued_s": enqueued_s, "is_nan": bool(out.isnan().all())}
+        try:
+            dispatcher.check()
+        except cd.PeerTimeout as error:
+            told |= {"ranks": error.ranks, "after_s": time.monotonic() - begun}
+        dispatcher.close()
+    return told
+
+
+@two_gpus
+@pytest.mark.parametrize("fault", ["dies", "stops", "idles", "closes"])
+def test_a_missing_rank_is_named_and_the_device_is_freed(fault):
+    with start_ranks(_without_a_peer, 2, fault, backend="nccl") as started:
+        told = started.results(timeout_s=90.0)[0].value
+    assert told["enqueued_s"] < 1.0, "combine waited on the host"
+    assert told["is_nan"], "outputs of a call that was given up are NaN"
+    assert told["ranks"] == (1,)
+    assert told["after_s"] < TIMEOUT_S + MARGIN_S
+
+
+def _differ(rank: int) -> tuple[bool, str]:
+    config = _config(row_capacity=cd.RowCapacity.worst_case(), timeout_s=TIMEOUT_S)
+    dispatcher = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
+    with torch.no_grad():
+        routed = dispatcher.dispatch(*_inputs(config, rank))
+        out = dispatcher.layer(f"layer {rank}").combine(routed.rows, routed.handle)
+        torch.cuda.synchronize()
+        try:
+            dispatcher.check()
+        except cd.ContractViolation as error:
+            return bool(out.isnan().all()), str(error)
+        finally:
+            dispatcher.close()
+    return False, "nothing was noticed"
+
+
+@two_gpus
+def test_ranks_that_differ_are_told_what_differs():
+    for is_nan, message in run_ranks(_differ, 2, backend="nccl", timeout_s=60.0):
+        assert is_nan
+        assert "layer is 'layer 0' on ranks [0], 'layer 1' on ranks [1]" in message
+
+
+def _overflow(rank: int) -> str:
+    config = _config(row_capacity=cd.RowCapacity.rows(8), timeout_s=TIMEOUT_S)
+    dispatcher = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
+    with torch.no_grad():
+        try:
+            x, scores, ids = _inputs(config, rank)
+            dispatcher.dispatch(x, scores, torch.zeros_like(ids))  # all rows go to rank 0
+            torch.cuda.synchronize()
+            for _ in range(3):
+                dispatcher.dispatch(x, scores, torch.full_like(ids, -1))
+                time.sleep(0.2)
+        except cd.CapacityOverflow as error:
+            return str(error)
+        finally:
+            dispatcher.close()
+    return "nothing was raised"
+
+
+@two_gpus
+def test_an_overflow_is_raised_on_all_ranks_alike():
+    first, second = run_ranks(_overflow, 2, backend="nccl", timeout_s=60.0)
+    assert first == second
+    assert "on rank 0" in first and "asked for 512 rows" in first
+
+
+def test_one_gpu_alone():
+    for reduction, alignment in (("fast", 1), ("exact", 16)):
+        (same,) = run_ranks(_bits, 1, reduction, alignment, torch.bfloat16, None, backend="nccl", timeout_s=90.0)
+        assert all(same), same
+    assert run_ranks(_replays, 1, "symmetric", backend="nccl", timeout_s=60.0) == [[]]

@@ -1,0 +1,152 @@
+"""A truncated step that is run again is the step of a run that never overflowed, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import crossdock as cd
+from crossdock import recompute
+from crossdock.testing import Seat
+from tests.contract.conftest import On
+from tests.contract.overflow_trials import (
+    OPTIMIZERS,
+    Model,
+    assert_same_bits,
+    guarded_config,
+    ids_of,
+    state_bits,
+    tokens_of,
+    train_with_room,
+)
+from tests.contract.trials import refused
+
+BATCHES = ["even", "hot", "even", "mild"]
+
+
+def retried(seat: Seat, make: str, dropout: float) -> None:
+    """Random numbers are drawn behind every layer; the ranks draw their own."""
+    torch.manual_seed(seat.rank)
+    losses = []
+    with seat.open(guarded_config()) as dispatcher:
+        model = Model(dispatcher, dropout=dropout)
+        optimizer = OPTIMIZERS[make](list(model.parameters()))
+        guard = cd.OverflowGuard(dispatcher, optimizer, retry=True)
+        for number, batch in enumerate(BATCHES):
+
+            def step(number: int = number, batch: str = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = model.loss(batch, number, seat.rank)
+                loss.backward()
+                return loss
+
+            losses.append(guard.step(step))
+        stats = guard.stats()
+        # Both layers want more in the same step, so one more run is enough.
+        assert (stats.steps, stats.skipped_steps, stats.retries, stats.grown) == (4, 0, 1, 2), f"{stats}"
+        assert dispatcher.stats().skipped_steps == 0
+        found = state_bits(model, optimizer)
+    assert all(loss is not None for loss in losses)
+    assert_same_bits(found, train_with_room(seat, make, BATCHES, dropout=dropout), "the run that never overflowed")
+
+
+@pytest.mark.parametrize("make", ["SGD", "AdamW foreach", "fused AdamW"])
+@pytest.mark.parametrize(
+    ("backend", "ep_size", "dropout"),
+    [("loopback", 2, 0.0), ("all_to_all", 2, 0.3), ("all_to_all", 4, 0.3)],  # threads share a generator
+    ids=["loopback-2", "all_to_all-2", "all_to_all-4"],
+)
+def test_a_step_that_runs_again_is_the_step_that_had_room(
+    on: On, backend: str, ep_size: int, dropout: float, make: str
+):
+    on(backend, ep_size)(retried, make, dropout)
+
+
+def recomputed(seat: Seat) -> None:
+    """The same with layers that are recomputed in backward, and with two micro-batches in a step."""
+    results = []
+    for capacity in (guarded_config().row_capacity, cd.RowCapacity.worst_case()):
+        with seat.open(guarded_config(row_capacity=capacity)) as dispatcher:
+            model = Model(dispatcher)
+            optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+            guard = cd.OverflowGuard(dispatcher, optimizer, retry=True)
+            for number, batches in enumerate([("even", "even"), ("even", "hot"), ("mild", "even")]):
+
+                def step(model: Model = model, number: int = number, batches: tuple[str, str] = batches) -> None:
+                    for batch in batches:
+                        out = recompute.checkpoint(
+                            model, tokens_of(number, seat.rank), ids_of(batch), use_reentrant=False
+                        )
+                        out.square().mean().backward()
+
+                optimizer.zero_grad()
+                guard.step(step)
+            results.append(state_bits(model, optimizer))
+            assert guard.stats().retries == (capacity.kind == "calibrated")
+    grown, roomy = results
+    assert_same_bits(grown, roomy, "recomputed")
+
+
+def test_steps_of_several_micro_batches_with_recomputation(on: On):
+    on("all_to_all", 2)(recomputed)
+
+
+def demand_that_moves_down(seat: Seat) -> int:
+    """The second layer's routing depends on what the first one brought, so that it overflows in the second run only."""
+    with seat.open(guarded_config()) as dispatcher:
+        first, second = dispatcher.layer("first"), dispatcher.layer("second")
+        weight = torch.nn.Parameter(torch.ones(16))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight]), retry=True)
+        ones = torch.ones(8, 2)
+        for batch in ("even", "hot"):
+
+            def step(batch: str = batch) -> Tensor:
+                x = weight.expand(8, 16)
+                routed = first.dispatch(x, ones, ids_of(batch))
+                out = first.combine(routed.rows, routed.handle)
+                truncated = bool((out.detach() != 2 * x.detach()).any())
+                routed = second.dispatch(out, ones, ids_of("even" if truncated else batch))
+                out = second.combine(routed.rows, routed.handle)
+                out.sum().backward()
+                return out
+
+            before = float(weight.detach()[0])
+            out = guard.step(step)
+        assert out is not None and out[:, 0].tolist() == [4.0 * before] * 8
+        assert guard.stats().skipped_steps == 0
+        return guard.stats().retries
+
+
+def test_a_layer_behind_may_overflow_in_the_next_run(on: On):
+    assert on("all_to_all", 2)(demand_that_moves_down) == [2, 2]
+
+
+def too_much_for_any_patience(seat: Seat) -> str:
+    """Every run asks for more than the one before, which only the patience ends."""
+    with seat.open(guarded_config()) as dispatcher:
+        weight = torch.nn.Parameter(torch.ones(16))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight]), retry=True, patience=2)
+        runs: list[int] = []
+
+        def step() -> None:
+            ids = torch.full((8, 2), -1)
+            runs.append(1)
+            ids[: len(runs)] = 3
+            routed = dispatcher.dispatch(weight.expand(8, 16), torch.ones(8, 2), ids)
+            dispatcher.combine(routed.rows, routed.handle).sum().backward()
+
+        def train() -> None:
+            guard.step(step)
+            guard.step(step)
+
+        message = refused(train, cd.CapacityOverflow)
+        assert len(runs) == 4
+        return message
+
+
+def test_patience_ends_retries_on_all_ranks(on: On):
+    found: list[Any] = on("all_to_all", 2)(too_much_for_any_patience)
+    assert found[0] == found[1] and found[0].startswith("3 steps in a row were truncated and not applied: layer ''")
