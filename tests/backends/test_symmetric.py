@@ -191,7 +191,7 @@ def _differs(rank: int, act: Callable[[cd.TokenDispatcher, bool], None], setting
 _SMALL = {"row_capacity": cd.RowCapacity.worst_case()}
 
 
-@pytest.mark.parametrize("settings", [{}, _SMALL], ids=["general", "small"])
+@pytest.mark.parametrize("settings", [{}, pytest.param(_SMALL, marks=pytest.mark.full)], ids=["general", "small"])
 @pytest.mark.parametrize("act", DIFFERENCES, ids=lambda act: act.__name__)
 def test_ranks_that_differ_tell_each_other_in_what(
     ranks: Ranks, act: Callable[[cd.TokenDispatcher, bool], None], settings: dict[str, Any]

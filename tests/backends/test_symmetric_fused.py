@@ -153,7 +153,9 @@ def _problem(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     ("capacity", "alignment", "reduction"),
     [(None, 1, "fast"), (None, 8, "exact"), (400, 8, "fast"), (48, 8, "exact"), (48, 1, "fast")],
 )
-@pytest.mark.parametrize("num_tokens", [0, 7, 33, MAX_TOKENS])
+@pytest.mark.parametrize(
+    "num_tokens", [0, pytest.param(7, marks=pytest.mark.full), 33, pytest.param(MAX_TOKENS, marks=pytest.mark.full)]
+)
 def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, alignment, reduction):
     spec = _spec(expert_alignment=alignment, reduction=reduction)
     kind = cd.RowCapacity.exact() if capacity is None else cd.RowCapacity.rows(capacity)

@@ -51,6 +51,7 @@ def test_a_sweep_with_all_its_files(tmp_path: Path):
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height > 800
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun(tmp_path: Path):
     record = tmp_path / "bench.json"
     command = [

@@ -102,7 +102,9 @@ def first_step_is_truncated(seat: Seat, make: str, settings: dict[str, Any]) -> 
     assert_same_bits(found, train_with_room(seat, make, ["hot", "even", "even", "hot"], [0]), "the run with room")
 
 
-@pytest.mark.parametrize("settings", [{}, {"snapshot": True}], ids=["plain", "snapshot"])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"snapshot": True}, marks=pytest.mark.full)], ids=["plain", "snapshot"]
+)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_an_optimizer_s_first_step_may_be_left_out(on: On, make: str, settings: dict[str, Any]):
     on("loopback", 2)(first_step_is_truncated, make, settings)

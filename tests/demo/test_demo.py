@@ -32,11 +32,11 @@ def test_the_whole_demo(tmp_path: Path):
     more = ("--steps", "3", "--seed", "7", "--out", str(out), "--json", str(tmp_path / "copy.json"))
     run = finished(sys.executable, "-c", DEMO, "demo", *more)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "all 6 hold" in run.stdout
+    assert "all 8 hold" in run.stdout
     assert "step 3 of 3: loss" in run.stdout
     report = json.loads((out / "report.json").read_text())
     assert report["all_hold"]
-    assert [claim["holds"] for claim in report["claims"]] == [True] * 6
+    assert [claim["holds"] for claim in report["claims"]] == [True] * 8
     assert len(report["training"]["losses"]) == 3
     assert report["training"]["held_out_after"] < report["training"]["held_out_before"]
     assert {"machine", "versions", "settings", "seconds"} < report.keys()
@@ -54,7 +54,7 @@ def test_under_torchrun(tmp_path: Path, text: Path):
     more = ("--steps", "2", "--data", str(text), "--out", str(tmp_path / "out"))
     run = finished(*torchrun, str(tmp_path / "demo.py"), "demo", *more)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("all 6 hold") == 1
+    assert run.stdout.count("all 8 hold") == 1
     assert "EP 1 and EP 4" in json.loads((tmp_path / "out" / "report.json").read_text())["claims"][2]["claim"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from crossdock.cli.demo.claims import Claim
 from crossdock.cli.demo.prove_ragged import prove_ragged
 from crossdock.cli.demo.prove_sharded import prove_sharded
 from crossdock.cli.demo.prove_split import prove_split
+from crossdock.cli.demo.prove_sync_free import prove_sync_free
 from crossdock.cli.demo.settings import Job, ModelSizes
 from crossdock.nn import GroupedExperts
 from tests.conftest import Ranks
@@ -52,9 +54,14 @@ def planted(what: str) -> AbstractContextManager[Any]:
         state, sizes = load(path)
         return {name: nudged(tensor) if name == "head.weight" else tensor for name, tensor in state.items()}, sizes
 
+    def capacity_matters(self: LayerView, x: Tensor, *more: Any, **options: Any) -> Any:
+        x = nudged(x) if self.dispatcher.config.row_capacity.kind == "calibrated" else x
+        return dispatch(self, x, *more, **options)
+
     plants: dict[str, AbstractContextManager[Any]] = {
         "": nullcontext(),
         "expert": mock.patch.object(GroupedExperts, "forward", one_expert_differs),
+        "capacity": mock.patch.object(LayerView, "dispatch", capacity_matters),
         "bound": mock.patch.object(LayerView, "dispatch", bound_matters),
         "file": mock.patch.object(checkpoint, "load", reads_wrongly),
     }
@@ -77,6 +84,7 @@ def claims_of_training(rank: int, job: Job) -> list[Claim]:
         (prove_split, 2, "expert", "on rank 0: layer 0 "),
         (prove_ragged, 2, "bound", "on rank 0: counts [8, 3]: "),
         (prove_sharded, 4, "bound", " of step "),
+        (prove_sync_free, 2, "capacity", "on rank 0: sync-free "),
         (claims_of_training, 2, "file", "on rank 0: weights head.weight: 1 of 8192 elements differ"),
     ],
 )
@@ -98,3 +106,22 @@ def test_four_ranks_split_as_two_do(ranks: Ranks, tmp_path: Path):
     assert claim.holds, claim.result
     assert claim.claim.startswith("EP 1 and EP 4")
     assert all(claim.holds for claim in ranks(4).run(proved, prove_ragged, job_in(tmp_path), "")[0])
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("symmetric", "2, 2, 2, 2, 2, 2, 2 before, 4, 0, 0, 0, 0, 0, 0, 0 after"),
+        ("all_to_all", "2, 2, 2, 2, 2, 2, 2 before, 4, 2, 2, 2, 2, 2, 2, 2 after"),  # Gloo takes sizes from the host
+        ("local", "2, 2, 2, 2, 2, 2, 2 before, 4, 0, 0, 0, 0, 0, 0, 0 after"),  # which serves no two ranks
+    ],
+)
+def test_training_without_waits_goes_through_an_overflow(ranks: Ranks, tmp_path: Path, backend: str, told: str):
+    job = dataclasses.replace(job_in(tmp_path), backend=backend)
+    reads, overflow = ranks(2).run(proved, prove_sync_free, job, "")[0]
+    assert reads.holds and overflow.holds, (reads, overflow)
+    assert told in reads.result
+    assert ("Gloo takes sizes" in reads.how) == (backend == "all_to_all")
+    assert ("nothing offers it" in reads.how) == (backend == "local")
+    assert overflow.result.startswith("skipped: step 4; room for ")
+    assert [(line.dispatches, line.overflows, line.dropped > 0) for line in reads.layers] == [(8, 1, True)] * 2

@@ -304,6 +304,7 @@ _PULLS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", _PULLS, ids=str)
 def test_pull_rows(built: Any, case: tuple[Any, ...]):
     ep_size, rank, num_places, top_k, hidden_dim, missing, blocks, store_warps, pending = case
@@ -356,6 +357,7 @@ _SUMS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", _SUMS, ids=str)
 def test_add_ranks(built: Any, case: tuple[Any, ...]):
     ep_size, rank, num_tokens, top_k, hidden_dim, missing, blocks, dtype = case

@@ -1,4 +1,4 @@
-"""A small mixture-of-experts model whose weights depend on its seed alone, for runs that are parallel in many ways."""
+"""A small mixture-of-experts model whose weights depend on its seed alone, for runs in parallel of several kinds."""
 
 from __future__ import annotations
 

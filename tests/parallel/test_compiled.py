@@ -1,4 +1,4 @@
-"""The MoE layer in capacity mode under torch.compile: the bits of eager code; the baseline rule where code is made."""
+"""The MoE layer in capacity mode under torch.compile: bits of eager code, or the baseline rule where code is made."""
 
 from __future__ import annotations
 

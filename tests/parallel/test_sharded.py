@@ -47,7 +47,7 @@ class Place:
         return init_device_mesh("cpu", (self.dp_size, self.ep_size), mesh_dim_names=("dp", "ep"))
 
 
-# -- ways to share the work; each gives the model to call, and what to do with gradients -------------------------------
+# -- ways to share the work: the model to call, and what to do with gradients ----------------------------------------
 
 
 def by_hand(model: Blocks, place: Place) -> tuple[nn.Module, Gradients]:
@@ -122,7 +122,7 @@ WAYS: dict[str, Callable[[Blocks, Place], tuple[nn.Module, Gradients]]] = {
 }
 
 
-# -- a training --------------------------------------------------------------------------------------------------------
+# -- a training --------------------------------------------------------------------------------------------------
 
 
 def train(seat: Seat, way: str, ep_size: int, capacity: cd.RowCapacity, num_steps: int) -> dict[str, list[Tensor]]:

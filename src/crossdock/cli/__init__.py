@@ -15,7 +15,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("verify")(verify.verify)
-app.command("bench")(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 

@@ -8,10 +8,18 @@ from typing import Annotated
 
 import typer
 
+from .train_step import train_step
+
 _WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
+app = typer.Typer(invoke_without_command=True)
+app.command("train-step")(train_step)
+
+
+@app.callback()
 def bench(
+    context: typer.Context,
     backend: Annotated[list[str] | None, typer.Option(help="A backend; may be repeated. Default: all usable.")] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Ranks to start; under torchrun those there. Default: all GPUs, else 2.")
@@ -52,6 +60,8 @@ def bench(
     the ceilings of this machine's links and memory, measured in the same run. Exits with 1 if a backend moved something
     wrong or failed, with 2 if a value cannot work.
     """
+    if context.invoked_subcommand is not None:
+        return
     from crossdock.errors import CrossdockError
 
     from .plan import make_plan

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,14 @@ from crossdock.types import Reduction
 from .sizes import Job, Options, jobs_of
 
 _REPEATS = {"cuda": 20, "cpu": 10}
+
+
+class Place(NamedTuple):
+    """Where something is measured: on the CPU or on GPUs, by how many ranks, and whether they are torchrun's."""
+
+    device_type: str
+    num_ranks: int
+    torchrun: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,11 @@ class Plan:
     json: Path | None
     plot: Path | None
 
+    @property
+    def place(self) -> Place:
+        """Where it is measured."""
+        return Place(self.device_type, self.num_ranks, self.torchrun)
+
 
 def make_plan(options: Options) -> Plan:
     """Check all options.
@@ -55,7 +69,7 @@ def make_plan(options: Options) -> Plan:
     Raises:
         ConfigError: a value that cannot work, in one sentence.
     """
-    device_type, num_ranks, torchrun = _place(options)
+    device_type, num_ranks, torchrun = place_of(options.device, options.ranks)
     repeats = _REPEATS[device_type] if options.repeats is None else options.repeats
     for name, value in (("--repeats", repeats), ("--runs", options.runs), ("--num-sms", options.num_sms or 1)):
         if value < 1:
@@ -80,23 +94,27 @@ def make_plan(options: Options) -> Plan:
     )
 
 
-def _place(options: Options) -> tuple[str, int, bool]:
-    """Device type, number of ranks, and whether they are torchrun's."""
-    if options.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device must be auto, cpu or cuda, got {options.device!r}")
+def place_of(device: str, ranks: int | None) -> Place:
+    """Where to measure, from what was typed.
+
+    Raises:
+        ConfigError: a device or a number of ranks that cannot be had.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {device!r}")
     num_gpus, by_torchrun = torch.cuda.device_count(), _world_size_of_torchrun()
-    if by_torchrun is not None and options.ranks not in (None, by_torchrun):
-        raise ConfigError(f"--ranks {options.ranks} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
-    on_gpus = options.device == "cuda" or (options.device == "auto" and num_gpus > 0)
-    num_ranks = by_torchrun or (options.ranks if options.ranks is not None else num_gpus if on_gpus else 2)
+    if by_torchrun is not None and ranks not in (None, by_torchrun):
+        raise ConfigError(f"--ranks {ranks} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
+    on_gpus = device == "cuda" or (device == "auto" and num_gpus > 0)
+    num_ranks = by_torchrun or (ranks if ranks is not None else num_gpus if on_gpus else 2)
     if num_ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, got {num_ranks}")
     on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if by_torchrun else num_ranks
     if on_gpus and num_gpus < on_this_host:
-        if options.device == "cuda":
+        if device == "cuda":
             raise ConfigError(f"--device cuda needs {on_this_host} CUDA devices on this host, torch sees {num_gpus}")
         on_gpus = False
-    return "cuda" if on_gpus else "cpu", num_ranks, by_torchrun is not None
+    return Place("cuda" if on_gpus else "cpu", num_ranks, by_torchrun is not None)
 
 
 def _world_size_of_torchrun() -> int | None:

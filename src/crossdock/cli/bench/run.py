@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -25,13 +25,13 @@ from crossdock.bench.movements.workloads import Workload
 from crossdock.errors import ConfigError, CrossdockError
 from crossdock.testing import RankPool, RanksFailed
 
-from .plan import Plan
+from .plan import Place, Plan
 from .sizes import Job
 
 Result = TypeVar("Result")
 
 _CELL_TIMEOUT_S = 300.0
-_REFUSALS = {"ConfigError", "InvalidInput"}
+_REFUSALS = {"BackendUnavailable", "ConfigError", "InvalidInput"}
 
 
 class Stopped(RuntimeError):
@@ -72,8 +72,7 @@ def run(plan: Plan) -> Finished | None:
         ConfigError: a value that turned out not to work on the ranks.
     """
     start = time.monotonic()
-    where = _torchrun_ranks(plan) if plan.torchrun else _started_ranks(plan)
-    with where as (ranks, reports), _progress(reports) as progress:
+    with ranks_at(plan.place) as (ranks, reports), _progress(reports) as progress:
         finished = _measure_all(plan, ranks, progress)
     finished.seconds = time.monotonic() - start
     return finished if reports else None
@@ -119,9 +118,14 @@ def _measure_one(plan: Plan, ranks: Ranks, workload: Workload, contender: Conten
         finished.failed[who] = str(failure)
 
 
+def ranks_at(place: Place) -> AbstractContextManager[tuple[Ranks, bool]]:
+    """What runs functions on all ranks for the time of a `with`, and whether this process reports."""
+    return _torchrun_ranks(place) if place.torchrun else _started_ranks(place)
+
+
 @contextmanager
-def _started_ranks(plan: Plan) -> Iterator[tuple[Ranks, bool]]:
-    with RankPool(plan.num_ranks, backend="nccl" if plan.device_type == "cuda" else "gloo") as pool:
+def _started_ranks(place: Place) -> Iterator[tuple[Ranks, bool]]:
+    with RankPool(place.num_ranks, backend="nccl" if place.device_type == "cuda" else "gloo") as pool:
 
         def call(fn: Callable[..., Result], *args: object) -> Result:
             try:
@@ -136,8 +140,8 @@ def _started_ranks(plan: Plan) -> Iterator[tuple[Ranks, bool]]:
 
 
 @contextmanager
-def _torchrun_ranks(plan: Plan) -> Iterator[tuple[Ranks, bool]]:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device_type == "cuda" else None
+def _torchrun_ranks(place: Place) -> Iterator[tuple[Ranks, bool]]:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if place.device_type == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # as in started ranks

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from crossdock.testing import assert_bit_equal
 
+from .layers import LayerLine
 from .parallel import gathered_texts
 
 
@@ -22,12 +24,14 @@ class Claim:
         how: how it was tried.
         holds: whether it did.
         result: what was found: counts, or the first difference.
+        layers: what the layers did meanwhile, where that is told.
     """
 
     claim: str
     how: str
     holds: bool
     result: str
+    layers: tuple[LayerLine, ...] = ()
 
 
 class Comparison:
@@ -52,11 +56,11 @@ class Comparison:
         for name in expected:
             self.add(f"{where} {name}", actual[name], expected[name])
 
-    def claim(self, claim: str, how: str) -> Claim:
+    def claim(self, claim: str, how: str, group: Any = None) -> Claim:
         """What all ranks found together; every rank takes part, and all get the same answer."""
         first = self.differences[0] if self.differences else ""
         mine = f"{self.num_tensors} {self.num_elements} {len(self.differences)} {first}"
-        found = [text.split(" ", 3) for text in gathered_texts(mine)]
+        found = [text.split(" ", 3) for text in gathered_texts(mine, group)]
         num_tensors, num_elements, num_different = (sum(int(text[i]) for text in found) for i in range(3))
         if num_different:
             rank, difference = next((rank, text[3]) for rank, text in enumerate(found) if int(text[2]))

@@ -14,6 +14,7 @@ from .launch import Ranks, num_torchrun_ranks, started_ranks, torchrun_ranks
 from .prove_ragged import prove_ragged
 from .prove_sharded import TENSOR_PARALLEL, prove_sharded
 from .prove_split import prove_split
+from .prove_sync_free import prove_sync_free
 from .settings import Job
 from .train import train
 
@@ -21,6 +22,7 @@ from .train import train
 _PROOFS = (
     ("one rank against many", prove_split, 2),
     ("any number of tokens", prove_ragged, 2),
+    ("training without host synchronisation", prove_sync_free, 2),
     ("sharded sequences", prove_sharded, 2 * TENSOR_PARALLEL),
 )
 

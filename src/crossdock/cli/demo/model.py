@@ -68,7 +68,7 @@ class Block(nn.Module):
 
     def __init__(self, sizes: ModelSizes, dispatcher: TokenDispatcher, name: str, seed: int) -> None:
         super().__init__()
-        self.name, self.top_k = name, sizes.top_k
+        self.name, self.top_k, self.dtype = name, sizes.top_k, sizes.dtype
         self.attention = Attention(sizes)
         self.norm = nn.LayerNorm(sizes.hidden_dim)
         self.register_buffer("expert_bias", torch.zeros(sizes.num_experts))
@@ -78,6 +78,7 @@ class Block(nn.Module):
             sizes.ffn_dim,
             seed=seed,
             first_expert_id=dispatcher.ep_rank * dispatcher.num_local_experts,
+            dtype=sizes.dtype,
         )
         router = nn.Linear(sizes.hidden_dim, sizes.num_experts, bias=False)
         self.moe = MoE(dispatcher.layer(name), router, experts, routing=self.route)
@@ -89,7 +90,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, sharding: SequenceSharding, num_tokens_per_rank: int | None) -> tuple[Tensor, Tensor]:
         """Tokens `[B, s, hidden_dim]`, and the tokens this rank sent to each expert."""
         x = x + self.attention(x, sharding)
-        result = self.moe(self.norm(x), num_tokens_per_rank=num_tokens_per_rank, return_routing=True)
+        tokens = self.norm(x).to(self.dtype)
+        result = self.moe(tokens, num_tokens_per_rank=num_tokens_per_rank, return_routing=True)
         assert isinstance(result, MoEResult)
         counts = count_tokens_per_expert(result.routing.topk_expert_ids, self.moe.router.out_features)
         return x + result.out, counts

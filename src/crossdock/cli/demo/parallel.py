@@ -13,32 +13,32 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 _TEXT_BYTES = 600
 
 
-def device_of_rank() -> torch.device:
-    """Where this rank's tensors live: its GPU under NCCL, else the CPU."""
-    on_gpu = "nccl" in str(dist.get_backend_config())
+def device_of_rank(group: Any = None) -> torch.device:
+    """Where this rank's tensors of a group live: its GPU under NCCL, else the CPU."""
+    on_gpu = "nccl" in str(dist.get_backend_config(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def gathered(tensor: Tensor) -> list[Tensor]:
+def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """Every rank's tensor, by rank; all of one shape."""
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group)
     return parts
 
 
-def summed_in_rank_order(tensor: Tensor) -> Tensor:
+def summed_in_rank_order(tensor: Tensor, group: Any = None) -> Tensor:
     """The sum over ranks 0, 1, 2, ... in that order: the same bits on every rank, and however often it is run."""
-    first, *others = gathered(tensor)
+    first, *others = gathered(tensor, group)
     for part in others:
         first += part
     return first
 
 
-def gathered_texts(text: str) -> list[str]:
+def gathered_texts(text: str, group: Any = None) -> list[str]:
     """Every rank's text, by rank, cut at 600 bytes; sent as bytes, never as a pickle."""
     content = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    device = device_of_rank()
-    parts = gathered(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device))
+    mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device_of_rank(group))
+    parts = gathered(mine, group)
     return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]
 
 

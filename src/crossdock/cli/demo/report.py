@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -81,6 +82,7 @@ def tell(console: Console, job: Job, trained: Trained, claims: Sequence[Claim], 
         mark = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
         table.add_row(claim.claim, claim.how, mark, claim.result)
     console.print(table)
+    console.print(_layers(claims))
     speed, last = statistics.median(trained.tokens_per_s), trained.tokens_per_expert[-1]
     loads = ", ".join(f"{imbalance(load):.2f}" for load in last)
     console.print(
@@ -93,3 +95,15 @@ def tell(console: Console, job: Job, trained: Trained, claims: Sequence[Claim], 
     failed = sum(not claim.holds for claim in claims)
     verdict = f"[bold red]{failed} of {len(claims)} did not hold[/]" if failed else f"[green]all {len(claims)} hold[/]"
     console.print(f"{verdict}, after {seconds:.0f} s")
+
+
+def _layers(claims: Sequence[Claim]) -> Table:
+    """What every layer of the runs did, over all ranks."""
+    table = Table("run", "layer", "calls", "rows", "dropped", "busiest", "capacity", box=box.SIMPLE)
+    table.caption = "dispatches of all ranks; busiest expert over the mean; the most of a capacity that was wanted"
+    for line in (line for claim in claims for line in claim.layers):
+        dropped = f"{line.dropped:,} in {line.overflows:,}" if line.dropped else "none"
+        capacity = "exact" if line.fill is None else f"{line.capacity:,}, {line.fill:.0%}"
+        counts = (f"{line.dispatches:,}", f"{line.rows:,}", dropped, f"{line.imbalance:.2f}")
+        table.add_row(line.run, line.layer, *counts, capacity)
+    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class ModelSizes:
         top_k: experts of one token.
         ffn_dim: elements of an expert's inner row.
         seq_len: bytes of a training sequence.
+        experts_dtype: of the experts' weights, and of the rows they receive.
     """
 
     num_layers: int = 2
@@ -35,17 +37,25 @@ class ModelSizes:
     top_k: int = 2
     ffn_dim: int = 256
     seq_len: int = 128
+    experts_dtype: str = "float32"
 
-    def dispatcher_config(self, num_sequences: int, reduction: Reduction) -> cd.DispatcherConfig:
-        """The dispatcher that all layers share, for `num_sequences` sequences a rank."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """`experts_dtype`."""
+        dtype: torch.dtype = getattr(torch, self.experts_dtype)
+        return dtype
+
+    def dispatcher_config(self, num_sequences: int, reduction: Reduction, **more: Any) -> cd.DispatcherConfig:
+        """The dispatcher that all layers share, for `num_sequences` sequences a rank; `more` of its fields."""
         return cd.DispatcherConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
             hidden_dim=self.hidden_dim,
-            dtype=torch.float32,
+            dtype=self.dtype,
             num_max_tokens_per_rank=for_pretraining(num_sequences, self.seq_len),
             reduction=reduction,
             timeout_s=TIMEOUT_S,
+            **more,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,10 @@ def training_step(
     return StepResult(summed_in_rank_order(loss.detach()), norm, output.tokens_per_expert)
 
 
-def sum_dense_gradients(model: Transformer) -> None:
+def sum_dense_gradients(model: Transformer, group: Any = None) -> None:
     """Give every copy of the dense parameters the sum of all ranks' gradients."""
     grads = [_grad(parameter) for parameter in model.dense_parameters()]
-    total = summed_in_rank_order(torch.cat([grad.flatten() for grad in grads]))
+    total = summed_in_rank_order(torch.cat([grad.flatten() for grad in grads]), group)
     for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 

@@ -15,6 +15,7 @@ from crossdock import TokenDispatcher
 from .claims import Claim
 from .data import Text, load_text
 from .evaluate import batch_of, held_out_loss
+from .layers import layer_lines
 from .model import Transformer
 from .parallel import device_of_rank
 from .progress import TrainingDisplay
@@ -80,6 +81,7 @@ def train(rank: int, job: Job) -> Trained:
             f"{job.steps} steps on {num_ranks} ranks, experts spread over them; loss on held-out text",
             after < before,
             f"{before:.3f} before, {after:.3f} after",
+            layers=layer_lines("training", dispatcher),
         )
         return Trained(
             source=text.source,

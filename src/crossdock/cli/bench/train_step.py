@@ -1,0 +1,266 @@
+"""`crossdock bench train-step`: training steps, with dispatches that wait for counts and with such that do not."""
+
+from __future__ import annotations
+
+import json as json_module
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from crossdock.bench.train_step import StepCase, StepRun
+    from crossdock.bench.train_step_model import RoutingKind, StepSizes
+
+    from .plan import Place
+    from .run import Ranks
+
+_WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
+_STEPS = {"cuda": 20, "cpu": 8}
+_DTYPES = ("bfloat16", "float16", "float32")
+_ROUTINGS: tuple[RoutingKind, ...] = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of a routing: its runs, one after the other, each from the same beginning."""
+
+    case: StepCase
+    runs: tuple[StepRun, ...]
+
+    def middle(self, name: str) -> float:
+        """Of the runs' medians of a `Spread`."""
+        return statistics.median(self._medians(name))
+
+    def noise_pct(self, name: str) -> float:
+        """How far the runs' medians lie apart."""
+        medians = self._medians(name)
+        return 100 * (max(medians) / min(medians) - 1)
+
+    def _medians(self, name: str) -> list[float]:
+        return [getattr(run, name).median for run in self.runs]
+
+    @property
+    def idle_pct(self) -> float | None:
+        """Of the device, the mean of the runs; None on a CPU."""
+        found = [run.device_idle_pct for run in self.runs if run.device_idle_pct is not None]
+        return statistics.mean(found) if found else None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ways of one routing."""
+
+    waiting: Measured
+    free: Measured
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether all losses of all runs are the same."""
+        return len({run.losses for run in (*self.waiting.runs, *self.free.runs)}) == 1
+
+
+def train_step(
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start; under torchrun those there. Default: all GPUs, else 2.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help="Default: auto's choice for a capacity of fixed size.")] = None,
+    routing: Annotated[list[str] | None, typer.Option(help="dynamic or static. Default: both.")] = None,
+    factor: Annotated[float, typer.Option(help="Of row_capacity calibrated, under dynamic routing.")] = 1.5,
+    layers: Annotated[int | None, typer.Option(help="Blocks of the model.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a rank.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Elements of a token.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Elements of an expert's inner row.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of a run that are timed. Default: 20, on a CPU 8.")] = None,
+    runs: Annotated[int, typer.Option(help="Runs of everything; how far they differ is noise.")] = 2,
+    json: Annotated[Path | None, typer.Option(help="Write all figures and the machine to this file.")] = None,
+) -> None:
+    """Measure a training step of a mixture-of-experts with dispatches that wait for counts, and with such that do not.
+
+    Both train the same model from the same beginning on the same backend, all ranks with the same number of tokens,
+    which is declared. Their losses must have the same bits: the command exits with 1 if not, with 2 if a value cannot
+    work.
+    """
+    from crossdock.errors import CrossdockError
+    from crossdock.testing import RanksFailed
+
+    from .plan import place_of
+    from .run import ranks_at
+
+    own = {"num_layers": layers, "num_tokens": tokens, "hidden_dim": hidden, "num_experts": experts, "top_k": top_k,
+           "ffn_dim": ffn, "dtype": dtype}  # fmt: skip
+    try:
+        place = place_of(device, ranks)
+        sizes, routings = _checked(own, routing, factor, steps, runs, json, place)
+        with ranks_at(place) as (call, reports):
+            chosen = call(_backend, sizes, backend)
+            start, pairs = time.monotonic(), []
+            for each in routings:
+                pairs.append(_measure(call, sizes, each, chosen, factor, place, steps, runs))
+                if reports:
+                    _print(_table(sizes, place, pairs[-1]))
+            seconds = time.monotonic() - start
+    except KeyboardInterrupt:
+        _fail("interrupted; all ranks have ended", _INTERRUPTED)
+    except CrossdockError as refused:
+        _fail(f"crossdock bench train-step: {refused}", _WRONG_VALUE)
+    except RanksFailed as failure:
+        _fail(f"crossdock bench train-step: {failure}", _FAILED)
+    if reports and json is not None:
+        json.write_text(json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n")
+    raise typer.Exit(0 if all(pair.same_bits for pair in pairs) else _FAILED)
+
+
+def _fail(sentence: str, code: int) -> None:
+    print(sentence, file=sys.stderr)
+    raise typer.Exit(code) from None
+
+
+def _checked(
+    own: dict[str, Any],
+    routing: list[str] | None,
+    factor: float,
+    steps: int | None,
+    runs: int,
+    json: Path | None,
+    place: Place,
+) -> tuple[StepSizes, list[RoutingKind]]:
+    """Sizes and routings.
+
+    Raises:
+        ConfigError: a value that cannot work, in one sentence.
+    """
+    from crossdock.bench.train_step_model import SIZES
+    from crossdock.errors import ConfigError
+
+    sizes = replace(SIZES[place.device_type], **{name: value for name, value in own.items() if value is not None})
+    numbers = {name: value for name, value in own.items() if name != "dtype"} | {"--steps": steps, "--runs": runs}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} must be at least 1, got {number}")
+    for wrong, sentence in (
+        (factor <= 0, f"--factor must be above 0, got {factor:g}"),
+        (sizes.dtype not in _DTYPES, f"--dtype must be one of {', '.join(_DTYPES)}, got {sizes.dtype!r}"),
+        (sizes.top_k > sizes.num_experts, f"--top-k ({sizes.top_k}) must not exceed --experts ({sizes.num_experts})"),
+        (
+            sizes.num_experts % place.num_ranks != 0,
+            f"{sizes.num_experts} experts do not divide over {place.num_ranks} ranks",
+        ),
+        (
+            not {*(routing or ())} <= {*_ROUTINGS},
+            f"--routing must be dynamic or static, got {', '.join(routing or ())}",
+        ),
+        (json is not None and not json.absolute().parent.is_dir(), f"--json {json} is in a folder that does not exist"),
+    ):
+        if wrong:
+            raise ConfigError(sentence)
+    asked = set(routing or _ROUTINGS)
+    return sizes, [each for each in _ROUTINGS if each in asked]
+
+
+def _backend(rank: int, sizes: StepSizes, wanted: str | None) -> str:
+    from crossdock.bench.train_step import sync_free_backend
+
+    return sync_free_backend(rank, sizes, wanted)
+
+
+def _measure(
+    call: Ranks,
+    sizes: StepSizes,
+    routing: RoutingKind,
+    backend: str,
+    factor: float,
+    place: Place,
+    steps: int | None,
+    runs: int,
+) -> Pair:
+    """Both ways in turns, so that a machine that is disturbed for a while disturbs both."""
+    from crossdock.bench.train_step import cases_of, run_case
+
+    cases = cases_of(sizes, routing, backend, factor, place.num_ranks)
+    num_steps = steps or _STEPS[place.device_type]
+    found: list[list[StepRun]] = [[], []]
+    for _ in range(runs):
+        for case, of_case in zip(cases, found, strict=True):
+            of_case.append(call(run_case, case, num_steps))
+    waiting, free = (Measured(case, tuple(of_case)) for case, of_case in zip(cases, found, strict=True))
+    return Pair(waiting, free)
+
+
+def _table(sizes: StepSizes, place: Place, pair: Pair) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    case = pair.free.case
+    title = f"{case.routing} routing, {case.backend}, {place.num_ranks} {place.device_type} ranks: {sizes}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "waiting", "sync-free", "gain"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for line in _lines(pair):
+        table.add_row(*line)
+    table.caption = "losses of all steps: " + ("the same bits" if pair.same_bits else "THEY DIFFER")
+    return table
+
+
+def _lines(pair: Pair) -> Iterator[tuple[str, ...]]:
+    both = (pair.waiting, pair.free)
+    yield "row_capacity", *(str(way.case.row_capacity) for way in both), ""
+    for name, told in (("step_ms", "step, ms (runs apart)"), ("dispatch_host_us", "host, us a dispatch (runs apart)")):
+        values = [way.middle(name) for way in both]
+        texts = (f"{way.middle(name):,.4g} ({way.noise_pct(name):.1f} %)" for way in both)
+        yield told, *texts, f"{values[0] / values[1]:.2f} x"
+    speeds = [statistics.median(run.tokens_per_s for run in way.runs) for way in both]
+    yield "tokens a second", *(f"{speed:,.0f}" for speed in speeds), f"{100 * (speeds[1] / speeds[0] - 1):+.1f} %"
+    yield "host reads of counts a step", *(f"{way.runs[0].host_reads_per_step:g}" for way in both), ""
+    yield "device idle", *("-" if way.idle_pct is None else f"{way.idle_pct:.1f} %" for way in both), ""
+    yield "rows of a layer, MB", *(f"{way.runs[0].bytes_per_layer / 1e6:,.4g}" for way in both), ""
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=110).print(table)
+
+
+def _as_dict(sizes: StepSizes, place: Place, pairs: list[Pair], seconds: float) -> dict[str, Any]:
+    from ..environment import describe_run
+
+    return {
+        **describe_run(),
+        "ranks": place.num_ranks,
+        "device": place.device_type,
+        "sizes": asdict(sizes),
+        "seconds": round(seconds, 1),
+        "pairs": [
+            {
+                "routing": pair.free.case.routing,
+                "backend": pair.free.case.backend,
+                "same_bits": pair.same_bits,
+                **{name: _way(way) for name, way in (("waiting", pair.waiting), ("sync_free", pair.free))},
+            }
+            for pair in pairs
+        ],
+    }
+
+
+def _way(way: Measured) -> dict[str, Any]:
+    return {
+        "row_capacity": str(way.case.row_capacity),
+        "step_ms": way.middle("step_ms"),
+        "step_noise_pct": way.noise_pct("step_ms"),
+        "dispatch_host_us": way.middle("dispatch_host_us"),
+        "dispatch_host_noise_pct": way.noise_pct("dispatch_host_us"),
+        "device_idle_pct": way.idle_pct,
+        "runs": [asdict(run) for run in way.runs],
+    }

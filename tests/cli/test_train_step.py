@@ -1,0 +1,84 @@
+"""`crossdock bench train-step`: both ways train to the same bits, and wrong values are refused in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from crossdock import RowCapacity
+from crossdock.bench.timing import Spread
+from crossdock.bench.train_step import StepRun, cases_of, run_case
+from crossdock.bench.train_step_model import SIZES
+from crossdock.cli.bench.train_step import Measured, Pair
+from tests.cli.test_bench import crossdock
+from tests.conftest import Ranks
+
+SIZES_HERE = dataclasses.replace(SIZES["cpu"], num_layers=1, num_tokens=13, hidden_dim=16, ffn_dim=16)
+QUICK = ["--device", "cpu", "--layers", "1", "--tokens", "16", "--hidden", "16", "--ffn", "16", "--steps", "2"]
+
+
+def test_both_routings_with_a_record(tmp_path: Path):
+    record = tmp_path / "step.json"
+    done = crossdock("bench", "train-step", *QUICK, "--json", str(record))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("losses of all steps: the same bits") == 2
+    assert "host reads of counts a step" in done.stdout
+    written = json.loads(record.read_text())
+    assert {"machine", "versions", "commit", "command", "sizes", "seconds"} <= written.keys()
+    assert (written["ranks"], written["device"], written["sizes"]["num_tokens"]) == (2, "cpu", 16)
+    dynamic, static = written["pairs"]
+    assert [pair["sync_free"]["row_capacity"] for pair in (dynamic, static)] == ["calibrated(1.5)", "rows(32)"]
+    for pair in (dynamic, static):
+        assert pair["same_bits"] and pair["waiting"]["row_capacity"] == "exact()"
+        for way in (pair["waiting"], pair["sync_free"]):
+            assert len(way["runs"]) == 2 and way["step_ms"] > 0 and way["dispatch_host_us"] > 0
+            assert all(len(run["losses"]) == 2 * (3 + 2) for run in way["runs"])
+            assert way["device_idle_pct"] is None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_rows_of_static_routing_are_known(ranks: Ranks, num_ranks: int):
+    waiting, free = cases_of(SIZES_HERE, "static", "all_to_all", 1.5, num_ranks)
+    runs = [ranks(num_ranks).run(run_case, case, 1)[0] for case in (waiting, free)]
+    assert free.row_capacity == RowCapacity.rows(runs[0].rows_per_layer)
+    assert runs[0].losses == runs[1].losses
+    assert runs[1].bytes_per_layer == runs[1].rows_per_layer * 16 * 4
+
+
+def test_ways_whose_losses_differ_are_told():
+    run = StepRun(
+        step_ms=Spread(4.0, 3.0, 5.0), tokens_per_s=1.0, dispatch_host_us=Spread(9.0, 8.0, 10.0),
+        host_reads_per_step=1.0, device_busy_ms=3.0, rows_per_layer=8, bytes_per_layer=64, losses=(1, 2),
+    )  # fmt: skip
+    assert run.device_idle_pct == 25.0
+    waiting, free = cases_of(SIZES_HERE, "dynamic", "all_to_all", 1.5, 2)
+    other = dataclasses.replace(run, losses=(1, 3), step_ms=Spread(5.0, 5.0, 5.0))
+    assert Pair(Measured(waiting, (run,)), Measured(free, (run,))).same_bits
+    assert not Pair(Measured(waiting, (run,)), Measured(free, (run, other))).same_bits
+    both = Measured(free, (run, other))
+    assert (both.middle("step_ms"), both.noise_pct("step_ms"), both.idle_pct) == (4.5, 25.0, 32.5)
+
+
+WRONG = {
+    "--factor must be above 0, got -1": ["--factor", "-1"],
+    "--routing must be dynamic or static, got both": ["--routing", "both"],
+    "--steps must be at least 1, got 0": ["--steps", "0"],
+    "num_tokens must be at least 1, got 0": ["--tokens", "0"],
+    "--top-k (9) must not exceed --experts (8)": ["--top-k", "9"],
+    "7 experts do not divide over 2 ranks": ["--experts", "7"],
+    "--dtype must be one of bfloat16, float16, float32, got 'int8'": ["--dtype", "int8"],
+    "unknown backend 'typo'": ["--backend", "typo"],
+    "backend 'local' is not available here: it serves one rank, and this group has 2": ["--backend", "local"],
+    "--json /no/such/folder/x.json is in a folder that does not exist": ["--json", "/no/such/folder/x.json"],
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_values(sentence: str):
+    done = crossdock("bench", "train-step", "--device", "cpu", *WRONG[sentence])
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
