@@ -20,10 +20,10 @@ DISAGREEMENT, ABSENCE, OPENING = (f"faults/test_{name}.py" for name in ("disagre
 OVERFLOW, RETRY = "contract/test_overflow.py", "contract/test_retry.py"
 SCENARIOS = "src/crossdock/testing/scenarios"  # run by contract/test_conformance.py on every backend
 
-CAPACITY = "needs a sync-free row capacity, which no backend offers yet"
-GRAPHS = "needs CUDA graphs over a sync-free row capacity, which no backend offers yet"
+TAILS = "contract/test_capacity_tails.py"
+GRAPHS = "needs CUDA graphs, which only a GPU has: tests/backends/test_symmetric_gpu.py replays some"
 STREAMS = "needs CUDA streams and a backend with work of its own on them; the CPU has one order of work"
-SYMMETRIC = "needs the backend over symmetric memory, which is not built yet"
+SYMMETRIC, PROTOCOL = "backends/test_symmetric.py", "backends/test_symmetric_protocol.py"
 QUANTISED = "needs a quantised transport, which no backend offers yet"
 VENDOR = "needs the adapter of a vendor's package, which is not built yet"
 
@@ -81,7 +81,7 @@ CASES: dict[str, list[str] | str] = {
     "B46": QUANTISED,
     "B47": [f"{SIZES}::test_groups_of_44_at_alignment"],
     "B48": [f"{SIZES}::test_nothing_is_padded_unless_asked_for"],
-    "B49": CAPACITY,
+    "B49": [f"{TAILS}::test_a_single_local_expert_keeps_out_of_the_spare_rows"],
     "B50": [
         f"{RECOMPUTE}::test_what_the_router_chose_in_the_forward_stands",
         f"{RECOMPUTE}::test_without_replay_another_choice_is_an_error_and_no_hang",
@@ -103,15 +103,15 @@ CASES: dict[str, list[str] | str] = {
         f"{OVERFLOW}::test_truncated_steps_are_left_out",
         f"{RETRY}::test_a_step_that_runs_again_is_the_step_that_had_room",
     ],
-    "B59": CAPACITY,
+    "B59": [f"{TAILS}::test_nothing_lands_behind_the_last_row_of_a_capacity"],
     "B61": VENDOR,
     "B62": [
         f"{OVERFLOW}::test_a_capacity_is_agreed_on_by_the_group_and_outlives_its_combines",
         "contract/test_row_capacity.py::test_a_wrong_histogram_is_ignored_without_a_host_synchronisation",
     ],
-    "B63": GRAPHS,
+    "B63": ["backends/test_symmetric_gpu.py::test_a_capture_without_a_fixed_capacity_is_refused"],
     "B65": GRAPHS,
-    "B66": CAPACITY,
+    "B66": [f"{TAILS}::test_what_is_told_of_a_dispatch_is_there_or_not_offered"],
     "B67": GRAPHS,
     "B68": [f"{SCENARIOS}/sharing.py::dispatchers_side_by_side"],
     "B69": "needs separate paths for prefill and decode, which are not built yet",
@@ -125,11 +125,11 @@ CASES: dict[str, list[str] | str] = {
         f"{DISAGREEMENT}::test_a_refused_call_leaves_the_numbering_in_step",
     ],
     "B78": [f"{SCENARIOS}/sharing.py::micro_batches"],
-    "B79": SYMMETRIC,
+    "B79": [f"{PROTOCOL}::test_no_interleaving_of_three_calls_goes_wrong"],
     "B80": STREAMS,
     "B81": [f"{LIFETIME}::test_a_second_thread_is_kept_out", f"{LIFETIME}::test_two_threads_with_a_dispatcher_each"],
     "B82": [f"{IDS}::test_a_token_without_routes_is_zero_even_after_large_values"],
-    "B83": SYMMETRIC,
+    "B83": [f"{SYMMETRIC}::test_ranks_may_close_in_different_orders"],
     "B85": [
         f"{PADDING}::test_padding_rows_stay_out_of_weight_gradients",
         "nn/test_experts.py::test_zero_padding_inside_groups_changes_no_value",
@@ -138,7 +138,7 @@ CASES: dict[str, list[str] | str] = {
         f"{PADDING}::test_idle_experts_after_busy_ones",
         "nn/test_experts.py::test_experts_without_rows_get_zero_gradients",
     ],
-    "B87": CAPACITY,
+    "B87": [f"{TAILS}::test_spare_rows_are_not_booked_on_the_last_expert"],
     "B88": "needs a memory checker on a GPU; on a CPU every read is checked by torch",
     "B90": [
         f"{OPENING}::test_experts_are_numbered_by_the_rank_in_the_group",
@@ -156,7 +156,7 @@ CASES: dict[str, list[str] | str] = {
     "B94": [f"{ABSENCE}::test_the_limit_is_what_was_set"],
     "B95": [f"{OVERFLOW}::test_a_capacity_is_agreed_on_by_the_group_and_outlives_its_combines"],
     "B96": [f"{LIFETIME}::test_nothing_travels_between_some_ranks"],
-    "B97": SYMMETRIC,
+    "B97": [f"{SCENARIOS}/groups.py::overlapping_groups"],
     "B98": [f"{AT_OPENING}::test_the_first_call_on_a_fresh_group"],
     "B99": [
         f"{COMPILE}::test_a_layer_is_compiled_again_once_when_token_counts_change",

@@ -257,6 +257,11 @@ class OpenDispatcher:
         """Rows to size this dispatch to; None for as many as come."""
         capacity = self.config.row_capacity
         if capacity.kind == "exact":
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ContractViolation(
+                    f"a dispatch of layer {facts.layer!r} under row_capacity {capacity} waits for the host, which a"
+                    " CUDA graph cannot capture; choose another row capacity for it"
+                )
             return None
         measured = self._calibrations.get(facts.layer)
         if capacity.kind == "calibrated" and (measured is None or self._is_calibrating):

@@ -131,6 +131,28 @@ def test_graphs_replay_other_routings_with_eager_calls_between():
     assert run_ranks(_replays, 2, "symmetric", backend="nccl", timeout_s=120.0) == [[], []]
 
 
+def _captures_exact(rank: int) -> str:
+    with torch.no_grad(), cd.TokenDispatcher(_config(), backend="symmetric", device="cuda") as dispatcher:
+        inputs = _inputs(_config(), rank)
+        dispatcher.dispatch(*inputs)
+        torch.cuda.synchronize()
+        message = "nothing was raised"
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            try:
+                dispatcher.dispatch(*inputs)
+            except cd.ContractViolation as error:
+                message = str(error)
+            torch.zeros(1, device="cuda")  # an empty graph is a warning
+        dispatcher.dispatch(*inputs)
+    return message
+
+
+@two_gpus
+def test_a_capture_without_a_fixed_capacity_is_refused():
+    for message in run_ranks(_captures_exact, 2, backend="nccl", timeout_s=60.0):
+        assert "waits for the host, which a CUDA graph cannot capture" in message
+
+
 def _host_time(rank: int) -> dict[str, float]:
     config = _config(row_capacity=cd.RowCapacity.worst_case())
     with cd.TokenDispatcher(config, backend="symmetric", device="cuda") as dispatcher:

@@ -18,8 +18,8 @@ import torch
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
 from crossdock.kernels import bulk_rows
-from crossdock.kernels.bulk_rows import AddArguments, PullArguments, Ring, Tuning
-from crossdock.kernels.bulk_source import ADD_RANKS, PULL_ROWS
+from crossdock.kernels.bulk_rows import PullArguments, Ring, Tuning
+from crossdock.kernels.bulk_source import PULL_ROWS
 
 _COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(_COMPILER is None, reason="needs g++, which turns the kernels into programs for a CPU")
@@ -134,7 +134,6 @@ template <class T>
 inline T __ldg(const T* pointer) { return *pointer; }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
-inline float __fadd_rn(float a, float b) { return a + b; }
 
 inline void init_barrier(u64* barrier, u32 arrivals) { block->barriers[barrier] = {arrivals, arrivals, 0, 0}; }
 inline void fence_for_copies() {}
@@ -180,17 +179,6 @@ inline void wait_until_read() {
   });
 }
 inline void wait_until_stored() { wait_until_read<0>(); }
-
-inline float float_of(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
-inline u32 bits_of(float value) { u32 v; memcpy(&v, &value, 4); return v; }
-inline float float_of_half(u32 bits) { _Float16 v; memcpy(&v, &bits, 2); return (float)v; }
-inline u32 half_of(float value) { _Float16 v = (_Float16)value; unsigned short b; memcpy(&b, &v, 2); return b; }
-inline u32 halves_of(float low, float high) { return half_of(low) | half_of(high) << 16; }
-inline u32 bfloat_of(float value) {
-  const u32 bits = bits_of(value);
-  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-inline u32 bfloats_of(float low, float high) { return bfloat_of(low) | bfloat_of(high) << 16; }
 """
 
 _RUN = r"""
@@ -346,63 +334,8 @@ def test_pull_rows_writes_nothing_once_given_up(built: Any):
     assert bool((out == 7).all())
 
 
-# ranks, this one, tokens, slots, elements, share of slots without an expert, blocks, dtype
-_SUMS = [
-    (1, 0, 1, 1, 8, 0.0, 1, torch.float32),
-    (2, 1, 35, 3, 56, 0.5, 3, torch.bfloat16),
-    (4, 2, 70, 8, 56, 0.6, 2, torch.bfloat16),
-    (4, 0, 40, 8, 56, 0.9, 1, torch.float16),
-    (5, 4, 33, 3, 28, 0.3, 40, torch.float32),
-    (3, 1, 34, 3, 56, 1.0, 2, torch.bfloat16),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", _SUMS, ids=str)
-def test_add_ranks(built: Any, case: tuple[Any, ...]):
-    ep_size, rank, num_tokens, top_k, hidden_dim, missing, blocks, dtype = case
-    max_tokens, generator = num_tokens + 3, torch.Generator().manual_seed(sum(case[:5]))
-    home_of_slot = torch.randint(0, ep_size, (num_tokens, top_k), generator=generator, dtype=torch.int32)
-    home_of_slot[torch.rand(num_tokens, top_k, generator=generator) < missing] = -1
-    partials = [_awkward((ep_size, max_tokens, hidden_dim), dtype, generator) for _ in range(ep_size)]
-    sums = torch.zeros(num_tokens, hidden_dim)
-    for from_rank, part in enumerate(partials):
-        has_slot = (home_of_slot == from_rank).any(1, keepdim=True)
-        sums = torch.where(has_slot, sums + part[rank, :num_tokens].float(), sums)
-
-    run = built(ADD_RANKS, "add_ranks", "AddArguments", TOP_K=top_k, ADD_WARPS=2, ROW_TYPE=bulk_rows._ROW_TYPES[dtype])
-    table = _addresses(partials)
-    for num_stages in (2 * min(ep_size, top_k), 13):
-        for seed in range(2):
-            out = torch.full((num_tokens + 1, hidden_dim), 7.0, dtype=dtype)
-            ring = _small_ring(dtype.itemsize * hidden_dim, 48, num_stages)
-            argument = AddArguments(
-                table.data_ptr(), home_of_slot.data_ptr(), out.data_ptr(), _GIVEN_UP.data_ptr(), num_tokens, max_tokens,
-                ep_size, rank, ring,
-            )  # fmt: skip
-            assert _STATES[run(ctypes.byref(argument), blocks, 96, 1 << 16, seed)] == "done"
-            assert _same_bits(out[:-1], sums.to(dtype))
-            assert bool((out[-1] == 7).all())
-
-
-def _awkward(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Numbers of very different sizes, with -0.0, infinities and NaN among them."""
-    values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
-    odd = torch.tensor([-0.0, float("inf"), -float("inf"), float("nan")])
-    drawn = odd[torch.randint(0, 4, shape, generator=generator)]
-    return torch.where(torch.rand(shape, generator=generator) < 0.03, drawn, values).to(dtype)
-
-
-def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, but for which NaN is which."""
-    kind = torch.int32 if found.dtype == torch.float32 else torch.int16
-    nan = expected.isnan()
-    return torch.equal(found.isnan(), nan) and torch.equal(found.view(kind)[~nan], expected.view(kind)[~nan])
-
-
 def test_a_stage_more_than_the_smallest_ring_is_not_needed(built: Any):
     """The rings that are really taken are no smaller than those above."""
     for tuning in (Tuning(), Tuning(store_warps=2, pending=2)):
         for row_bytes in (16, 4096, 14336, 57344):
             assert bulk_rows.pull_ring(row_bytes, 8, tuning).num_stages >= tuning.store_warps * (tuning.pending + 2)
-            assert bulk_rows.add_ring(row_bytes, 8).num_stages >= 16

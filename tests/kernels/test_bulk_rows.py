@@ -1,4 +1,4 @@
-"""The bulk-copy kernels compile with NVRTC, fit into shared memory, and move and add up rows on a GPU."""
+"""The bulk-copy kernels compile with NVRTC, fit into shared memory, and move rows on a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ pytest.importorskip("triton", reason="triton is published for Linux only")
 
 
 from crossdock.kernels import bulk_rows, cuda_source
-from crossdock.kernels.bulk_rows import Tuning, add_ring, add_source, pull_ring, pull_source, why_not
+from crossdock.kernels.bulk_rows import Tuning, pull_ring, pull_source, why_not
 from crossdock.kernels.cuda_source import CannotRun, Source, compiled
 
 _SOURCES = [
     pull_source(8, Tuning()),
     pull_source(7, Tuning(store_warps=2, pending=2)),
-    *(add_source(8, dtype, Tuning()) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
-    add_source(1, torch.bfloat16, Tuning(add_warps=4)),
 ]
 
 
@@ -82,7 +80,6 @@ def test_a_cpu_is_refused():
     [
         ((8, 0), torch.bfloat16, 64, 2, 2, "bulk copies need compute capability 9.0; this GPU has 8.0"),
         ((9, 0), torch.bfloat16, 60, 2, 2, "bulk copies need rows of a multiple of 16 bytes; these have 120"),
-        ((9, 0), torch.float64, 64, 2, 2, "bulk copies add up bfloat16, float16 and float32; these rows are torch"),
         ((9, 0), torch.bfloat16, 64, 33, 2, "up to 32 ranks and 32 slots a token; here are 2 and 33"),
         ((9, 0), torch.bfloat16, 64, 2, 33, "up to 32 ranks and 32 slots a token; here are 33 and 2"),
     ],
@@ -101,19 +98,12 @@ _ROWS = [16, 128, 4096, 5760, 14336, 14352, 28672, 57344, 1 << 20]
 @pytest.mark.parametrize("slots", [1, 8, 32])
 def test_rings_fit(row_bytes: int, slots: int):
     tuning = Tuning()
-    for ring, message_bytes, min_stages in (
-        (
-            pull_ring(row_bytes, slots, tuning),
-            -(-4 * (slots + 1) // 16) * 16,
-            tuning.store_warps * (tuning.pending + 2),
-        ),
-        (add_ring(row_bytes, slots), 16, 2 * slots),
-    ):
-        assert min_stages <= ring.num_stages <= 64
-        assert ring.num_stages * (ring.stage_bytes + 16 + message_bytes) <= 200 * 1024
-        assert ring.chunk_bytes <= ring.stage_bytes
-        assert ring.chunk_bytes % 16 == ring.stage_bytes % 128 == 0
-        assert (ring.num_chunks - 1) * ring.chunk_bytes < row_bytes <= ring.num_chunks * ring.chunk_bytes
+    ring, message_bytes = pull_ring(row_bytes, slots, tuning), -(-4 * (slots + 1) // 16) * 16
+    assert tuning.store_warps * (tuning.pending + 2) <= ring.num_stages <= 64
+    assert ring.num_stages * (ring.stage_bytes + 16 + message_bytes) <= 200 * 1024
+    assert ring.chunk_bytes <= ring.stage_bytes
+    assert ring.chunk_bytes % 16 == ring.stage_bytes % 128 == 0
+    assert (ring.num_chunks - 1) * ring.chunk_bytes < row_bytes <= ring.num_chunks * ring.chunk_bytes
 
 
 def _hopper() -> torch.device:
@@ -143,26 +133,3 @@ def test_pulls_on_a_gpu(num_blocks: int, hidden_dim: int):
     expected = torch.empty_like(out)
     expected[row_of_slot[wanted].long()] = torch.stack(rows)[from_rank, token]
     assert torch.equal(out, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("hidden_dim", [8, 2880, 7168, 28672])
-def test_adds_up_on_a_gpu(dtype: torch.dtype, hidden_dim: int):
-    device, (ep_size, num_tokens, top_k) = _hopper(), (3, 131, 8)
-    values = torch.randn(ep_size, ep_size, num_tokens, hidden_dim, device=device)
-    values[torch.rand_like(values) < 0.01] = float("nan")
-    partials = (values * 10.0 ** torch.randint_like(values, -3, 4)).to(dtype)
-    table = torch.tensor([part.data_ptr() for part in partials], device=device)
-    home_of_slot = torch.randint(-9, ep_size, (num_tokens, top_k), dtype=torch.int32, device=device).clamp(min=-1)
-    sums = torch.zeros(num_tokens, hidden_dim, device=device)
-    for from_rank in range(ep_size):
-        has_slot = (home_of_slot == from_rank).any(1, keepdim=True)
-        sums = torch.where(has_slot, sums + partials[from_rank, 2].float(), sums)
-    expected, given_up = sums.to(dtype), torch.zeros(1, dtype=torch.int64, device=device)
-    number, kind = ~expected.isnan(), torch.int16 if dtype.itemsize == 2 else torch.int32
-    for num_blocks in (1, 7, 132):
-        out = torch.zeros_like(expected)
-        bulk_rows.launch_bulk_add_ranks(table, home_of_slot, 2, num_tokens, out, given_up, num_blocks)
-        assert torch.equal(~out.isnan(), number)
-        assert torch.equal(out.view(kind)[number], expected.view(kind)[number])

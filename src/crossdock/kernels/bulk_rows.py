@@ -1,7 +1,7 @@
-"""Bulk copies for Hopper GPUs: what `pull.py` and `combine.py` do for whole rows, by few blocks.
+"""Bulk copies for Hopper GPUs: what `pull.py` does for whole rows, by few blocks.
 
-The kernels stand in `bulk_source.py`. They give the same bits as the portable ones; which is faster depends on the
-blocks that a call may take (see docs/measurements.md). `why_not` tells where they cannot serve.
+The kernel stands in `bulk_source.py`. It gives the same bits as the portable one; which is faster depends on the
+blocks that a call may take (see docs/measurements.md). `why_not` tells where it cannot serve.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .bulk_source import ADD_RANKS, PRIMITIVES, PULL_ROWS
+from .bulk_source import PRIMITIVES, PULL_ROWS
 from .cuda_source import CannotRun, Kernel, Source, load
 
 _CAPABILITY = (9, 0)
@@ -23,7 +23,6 @@ _MAX_STAGES = 64
 _CHUNK_BYTES = 16 * 1024  # of a row at most: enough stages to hide the link's latency, few enough copies
 _BARRIER_BYTES = 16  # a stage's two
 _MAX_TOP_K, _MAX_RANKS = 32, 32
-_ROW_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class Tuning(NamedTuple):
@@ -32,12 +31,10 @@ class Tuning(NamedTuple):
     Attributes:
         store_warps: warps that store pulled rows.
         pending: stages a warp leaves to be read by the copy engine before it waits for the oldest.
-        add_warps: warps that add up.
     """
 
     store_warps: int = 1
     pending: int = 1
-    add_warps: int = 8
 
 
 class Ring(ctypes.Structure):
@@ -67,26 +64,10 @@ class PullArguments(ctypes.Structure):
     ]
 
 
-class AddArguments(ctypes.Structure):
-    """What `add_ranks` takes."""
-
-    _fields_ = [
-        ("partials_table", ctypes.c_void_p),
-        ("home_of_slot", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("given_up", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int),
-        ("max_tokens", ctypes.c_int),
-        ("ep_size", ctypes.c_int),
-        ("rank", ctypes.c_int),
-        ("ring", Ring),
-    ]
-
-
 def why_not(device: torch.device, dtype: torch.dtype, hidden_dim: int, top_k: int, ep_size: int) -> str | None:
     """Why bulk copies cannot serve rows `[hidden_dim]` of `dtype`, in one sentence; None where they can.
 
-    Where nothing else stands in the way it compiles and loads the kernels, which takes about a second, once.
+    Where nothing else stands in the way it compiles and loads the kernel, which takes about a second, once.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return f"bulk copies need an NVIDIA GPU; this is {device.type}"
@@ -95,8 +76,6 @@ def why_not(device: torch.device, dtype: torch.dtype, hidden_dim: int, top_k: in
         return f"bulk copies need compute capability 9.0; this GPU has {capability[0]}.{capability[1]}"
     if row_bytes % _ALIGNMENT:
         return f"bulk copies need rows of a multiple of {_ALIGNMENT} bytes; these have {row_bytes}"
-    if dtype not in _ROW_TYPES:
-        return f"bulk copies add up bfloat16, float16 and float32; these rows are {dtype}"
     if top_k > _MAX_TOP_K or ep_size > _MAX_RANKS:
         return (
             f"bulk copies serve up to {_MAX_RANKS} ranks and {_MAX_TOP_K} slots a token; here are {ep_size} and {top_k}"
@@ -104,7 +83,6 @@ def why_not(device: torch.device, dtype: torch.dtype, hidden_dim: int, top_k: in
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         _pull_rows(index, top_k, Tuning())
-        _add_ranks(index, top_k, dtype, Tuning())
     except CannotRun as error:
         return str(error)
     return None
@@ -143,41 +121,6 @@ def launch_bulk_pull_rows(
     kernel.launch(blocks, 32 + 32 * tuning.store_warps, _SHARED_BYTES, argument)
 
 
-def launch_bulk_add_ranks(
-    partials_table: torch.Tensor,
-    home_of_slot: torch.Tensor,
-    rank: int,
-    max_tokens: int,
-    out: torch.Tensor,
-    given_up: torch.Tensor,
-    num_blocks: int,
-    tuning: Tuning = Tuning(),  # noqa: B008  # frozen
-) -> None:
-    """Fill `out [T, D]` with the sums over ranks of what they have laid out for this one.
-
-    `partials_table [ep_size]` int64 holds the addresses of `[ep_size, max_tokens, D]`, multiples of 16;
-    `home_of_slot [T, K]` int32. Nothing is written where `given_up [1]` int64 is not 0. All tensors are contiguous and
-    on the current device.
-    """
-    if out.numel() == 0:
-        return
-    (num_tokens, top_k), ep_size = home_of_slot.shape, partials_table.shape[0]
-    ring = add_ring(out.shape[1] * out.element_size(), min(ep_size, top_k))
-    argument = AddArguments(
-        partials_table.data_ptr(),
-        home_of_slot.data_ptr(),
-        out.data_ptr(),
-        given_up.data_ptr(),
-        num_tokens,
-        max_tokens,
-        ep_size,
-        rank,
-        ring,
-    )
-    kernel = _add_ranks(partials_table.get_device(), top_k, out.dtype, tuning)
-    kernel.launch(min(num_blocks, num_tokens), 32 + 32 * tuning.add_warps, _SHARED_BYTES, argument)
-
-
 @cache
 def pull_ring(row_bytes: int, top_k: int, tuning: Tuning) -> Ring:
     """The ring of `pull_rows`; its messages are a row for every slot, and the chunk.
@@ -192,12 +135,6 @@ def pull_ring(row_bytes: int, top_k: int, tuning: Tuning) -> Ring:
     message_bytes = _up(4 * (top_k + 1), 16)
     # What waits to be read, and one more for each warp, must fit.
     return _ring(row_bytes, message_bytes, tuning.store_warps * (tuning.pending + 2))
-
-
-@cache
-def add_ring(row_bytes: int, max_parts: int) -> Ring:
-    """The ring of `add_ranks`: two tokens with all of their parts fit at once."""
-    return _ring(row_bytes, 16, 2 * max_parts)
 
 
 def _ring(row_bytes: int, message_bytes: int, min_stages: int) -> Ring:
@@ -218,20 +155,9 @@ def pull_source(top_k: int, tuning: Tuning) -> Source:
     return Source(PRIMITIVES + PULL_ROWS, "pull_rows", defines)
 
 
-def add_source(top_k: int, dtype: torch.dtype, tuning: Tuning) -> Source:
-    """The kernel `add_ranks` for tokens with so many slots and rows of `dtype`."""
-    defines = (("TOP_K", top_k), ("ADD_WARPS", tuning.add_warps), ("ROW_TYPE", _ROW_TYPES[dtype]))
-    return Source(PRIMITIVES + ADD_RANKS, "add_ranks", defines)
-
-
 @cache
 def _pull_rows(index: int, top_k: int, tuning: Tuning) -> Kernel:
     return load(pull_source(top_k, tuning), index, _SHARED_BYTES)
-
-
-@cache
-def _add_ranks(index: int, top_k: int, dtype: torch.dtype, tuning: Tuning) -> Kernel:
-    return load(add_source(top_k, dtype, tuning), index, _SHARED_BYTES)
 
 
 def _up(number: int, multiple: int) -> int:
