@@ -165,7 +165,8 @@ def look(board: Board, word: int, *, digest: int = DIGEST, buffer: int = 0) -> i
     before, given_up = board.desk.tolist(), int(board.state[GIVEN_UP])
     launch(
         wait_kernel, (1,), board.device, *board.tensors, digest, 1, 1,
-        WORD=word, BUFFER=buffer, COUNTS=False, NUM_CHUNKS=NUM_CHUNKS, helpers=SIGNALLING, **board.constants,
+        WORD=word, BUFFER=buffer, COUNTS=False, CHUNK_STEP=1, NUM_CHUNKS=NUM_CHUNKS,
+        helpers=SIGNALLING, **board.constants,
     )  # fmt: skip
     code, ended = int(board.state[GIVEN_UP]), int(board.desk[DESK_ENDED]) - before[DESK_ENDED]
     if not given_up:

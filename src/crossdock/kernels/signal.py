@@ -282,9 +282,10 @@ def wait_kernel(
     digest,
     max_polls,
     polls_per_look,
-    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS (all of them)
+    WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
     BUFFER: tl.constexpr,  # for READ: place in `state` of the buffer that shall be free
     COUNTS: tl.constexpr,  # whether its beginning is counted here
+    CHUNK_STEP: tl.constexpr,  # for CHUNKS: of so many one is looked at, from the first on
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
@@ -300,7 +301,7 @@ def wait_kernel(
         )
     else:
         code = tl.full((), 1, tl.int32)
-        for nth in range(1 if WORD == 2 else NUM_CHUNKS):
+        for nth in range(0, 1 if WORD == 2 else NUM_CHUNKS, CHUNK_STEP):
             if code == 1:
                 word = (2 + number % 2) if WORD == 2 else (6 + number % 2 * NUM_CHUNKS + nth)
                 code = wait_for(
@@ -379,6 +380,8 @@ def wait_on_cpu(board: Board, ask: Callable[[int], None]) -> None:
 def _launch_wait(board: Board, word: int, digest: int, buffer: int, max_polls: int, polls_per_look: int) -> None:
     launch(
         wait_kernel, (1,), board.device, *board.tensors, digest, max_polls, polls_per_look,
-        WORD=word, BUFFER=buffer, COUNTS=board.fused, NUM_CHUNKS=NUM_CHUNKS,
+        WORD=word, BUFFER=buffer, COUNTS=board.fused,
+        CHUNK_STEP=1 if board.fused else NUM_CHUNKS - 1,  # first and last: `tell_kernel` tells them in their order
+        NUM_CHUNKS=NUM_CHUNKS,
         num_warps=1, helpers=SIGNALLING, **board.constants,
     )  # fmt: skip
