@@ -1,10 +1,11 @@
-"""`symmetric` on GPUs: bits, graphs, no host synchronisation, faults."""
+"""`symmetric` on GPUs: bits, graphs, no host synchronisation, faults. On a machine with one GPU its ranks share it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ SLEEP_CYCLES = 600_000_000  # about 300 ms
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
-two_gpus = pytest.mark.gpu(2)
 
 
 def _config(**changes: Any) -> cd.DispatcherConfig:
@@ -43,12 +43,19 @@ def _inputs(config: cd.DispatcherConfig, rank: int, seed: int = 0, num_tokens: i
     return x, scores, chances.topk(config.top_k, 1).indices
 
 
-def _there_and_back(dispatcher: cd.TokenDispatcher, inputs: Inputs) -> list[torch.Tensor]:
+def _on_gpus(num_ranks: int) -> dict[str, Any]:
+    """How to start ranks: a GPU each where there are enough."""
+    if torch.cuda.device_count() >= num_ranks:
+        return {"backend": "nccl"}
+    return {"backend": "gloo", "device_type": "cuda"}
+
+
+def _there_and_back(dispatcher: cd.TokenDispatcher, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Rows up to the last offset, their scores, counts, offsets, output, and both gradients."""
     x, scores, ids = inputs[0].detach().requires_grad_(), inputs[1].detach().requires_grad_(), inputs[2]
     routed = dispatcher.dispatch(x, scores, ids)
     out = dispatcher.combine(routed.rows * 2, routed.handle)
-    weights = torch.arange(out.shape[1], device="cuda")
+    weights = torch.arange(out.shape[1], device=out.device)
     grads = torch.autograd.grad((out.float() * weights).sum(), (x, scores))
     dispatcher.check()
     end = int(routed.expert_offsets[-1])
@@ -67,29 +74,38 @@ def _bits(rank: int, reduction: Any, alignment: int, dtype: torch.dtype, num_sms
         },
         row_capacity=cd.RowCapacity.worst_case(),
     )
+    other, device = _other()
     came = []
-    for config, backend in (
-        (exact, _other()),
-        (exact, "symmetric"),
-        (free, "symmetric"),
-    ):
-        with cd.TokenDispatcher(config, backend=backend, device="cuda") as dispatcher:
-            came.append(_there_and_back(dispatcher, _inputs(config, rank, num_tokens=50 - 7 * rank)))
-    return [torch.equal(a, b) for other in came[1:] for a, b in zip(came[0], other, strict=True)]
+    for config, backend, place in ((exact, other, device), (exact, "symmetric", "cuda"), (free, "symmetric", "cuda")):
+        with cd.TokenDispatcher(config, backend=backend, device=place) as dispatcher:
+            inputs = [tensor.to(place) for tensor in _inputs(config, rank, num_tokens=50 - 7 * rank)]
+            came.append([tensor.cuda() for tensor in _there_and_back(dispatcher, inputs)])
+    *kept, score_grads = came[0]
+    same = [torch.equal(a, b) for other in came[1:] for a, b in zip(kept, other[:-1], strict=True)]
+    if device == "cuda":
+        return [*same, *(torch.equal(score_grads, other[-1]) for other in came[1:])]
+    # A dot product's order of addition is the device's own.
+    return [
+        *same,
+        torch.equal(came[1][-1], came[2][-1]),
+        torch.allclose(score_grads, came[1][-1], rtol=1e-4, atol=1e-3),
+    ]
 
 
-def _other() -> str:
-    return "all_to_all" if torch.distributed.get_world_size() > 1 else "local"
+def _other() -> tuple[str, str]:
+    """A backend to compare with, and the device that its tensors live on."""
+    if torch.distributed.get_world_size() == 1:
+        return "local", "cuda"
+    return "all_to_all", "cuda" if "nccl" in torch.distributed.get_backend() else "cpu"
 
 
-@two_gpus
 @pytest.mark.parametrize("num_sms", [None, 16])
 @pytest.mark.parametrize(
     ("reduction", "alignment", "dtype"),
     [("fast", 1, torch.bfloat16), ("exact", 16, torch.float32), ("fast", 16, torch.float16)],
 )
 def test_the_bits_are_those_of_all_to_all(reduction, alignment, dtype, num_sms):
-    for same in run_ranks(_bits, 2, reduction, alignment, dtype, num_sms, backend="nccl", timeout_s=120.0):
+    for same in run_ranks(_bits, 2, reduction, alignment, dtype, num_sms, **_on_gpus(2), timeout_s=120.0):
         assert all(same), same
 
 
@@ -126,9 +142,8 @@ def _replays(rank: int, backend: str) -> list[str]:
     return wrong
 
 
-@two_gpus
 def test_graphs_replay_other_routings_with_eager_calls_between():
-    assert run_ranks(_replays, 2, "symmetric", backend="nccl", timeout_s=120.0) == [[], []]
+    assert run_ranks(_replays, 2, "symmetric", **_on_gpus(2), timeout_s=120.0) == [[], []]
 
 
 def _captures_exact(rank: int) -> str:
@@ -147,9 +162,8 @@ def _captures_exact(rank: int) -> str:
     return message
 
 
-@two_gpus
 def test_a_capture_without_a_fixed_capacity_is_refused():
-    for message in run_ranks(_captures_exact, 2, backend="nccl", timeout_s=60.0):
+    for message in run_ranks(_captures_exact, 2, **_on_gpus(2), timeout_s=60.0):
         assert "waits for the host, which a CUDA graph cannot capture" in message
 
 
@@ -182,10 +196,9 @@ def _host_time(rank: int) -> dict[str, float]:
     }
 
 
-@two_gpus
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_on_the_host():
-    for took in run_ranks(_host_time, 2, backend="nccl", timeout_s=120.0):
+    for took in run_ranks(_host_time, 2, **_on_gpus(2), timeout_s=120.0):
         assert took["all"] > 0.2, "the device was to sleep meanwhile"
         assert max(took["dispatch"], took["combine"], took["backward"]) < 0.02, took
 
@@ -220,10 +233,9 @@ def _without_a_peer(rank: int, fault: str) -> dict[str, Any]:
     return told
 
 
-@two_gpus
 @pytest.mark.parametrize("fault", ["dies", "stops", "idles", "closes"])
 def test_a_missing_rank_is_named_and_the_device_is_freed(fault):
-    with start_ranks(_without_a_peer, 2, fault, backend="nccl") as started:
+    with start_ranks(_without_a_peer, 2, fault, **_on_gpus(2)) as started:
         told = started.results(timeout_s=90.0)[0].value
     assert told["enqueued_s"] < 1.0, "combine waited on the host"
     assert told["is_nan"], "outputs of a call that was given up are NaN"
@@ -247,9 +259,8 @@ def _differ(rank: int) -> tuple[bool, str]:
     return False, "nothing was noticed"
 
 
-@two_gpus
 def test_ranks_that_differ_are_told_what_differs():
-    for is_nan, message in run_ranks(_differ, 2, backend="nccl", timeout_s=60.0):
+    for is_nan, message in run_ranks(_differ, 2, **_on_gpus(2), timeout_s=60.0):
         assert is_nan
         assert "layer is 'layer 0' on ranks [0], 'layer 1' on ranks [1]" in message
 
@@ -272,15 +283,14 @@ def _overflow(rank: int) -> str:
     return "nothing was raised"
 
 
-@two_gpus
 def test_an_overflow_is_raised_on_all_ranks_alike():
-    first, second = run_ranks(_overflow, 2, backend="nccl", timeout_s=60.0)
+    first, second = run_ranks(_overflow, 2, **_on_gpus(2), timeout_s=60.0)
     assert first == second
     assert "on rank 0" in first and "asked for 512 rows" in first
 
 
 def test_one_gpu_alone():
     for reduction, alignment in (("fast", 1), ("exact", 16)):
-        (same,) = run_ranks(_bits, 1, reduction, alignment, torch.bfloat16, None, backend="nccl", timeout_s=90.0)
+        (same,) = run_ranks(_bits, 1, reduction, alignment, torch.bfloat16, None, **_on_gpus(1), timeout_s=90.0)
         assert all(same), same
-    assert run_ranks(_replays, 1, "symmetric", backend="nccl", timeout_s=60.0) == [[]]
+    assert run_ranks(_replays, 1, "symmetric", **_on_gpus(1), timeout_s=60.0) == [[]]

@@ -25,5 +25,6 @@ def test_digest():
 def test_the_verified_kernels_are_these(path):
     record = json.loads(path.read_text())
     assert record["all_passed"] and record["device"] == "cuda" and record["backend"] == "symmetric"
-    assert len(record["machine"]["gpus"]) >= record["ranks"] >= 2
+    assert record["ranks"] >= 2
+    assert len(record["machine"]["gpus"]) >= record["ranks"] or record["ranks_share_gpus"]
     assert record["kernels"] == kernels_digest(), f"{path.name} was made with other kernels: run verify on GPUs again"

@@ -31,7 +31,8 @@ class Members:
         rank: this process's rank inside the group.
         global_ranks: ranks of the default group, by group rank.
         device: where the rows live; None where any device will do (one rank without torch.distributed).
-        transport: "none" (one rank), "in_process", "gloo" or "nccl".
+        transport: "none" (one rank), "in_process", or what torch.distributed moves such rows with: "gloo" or "nccl".
+            The group itself says who its members are and need not have it.
         store: the store of the default or in-process group; None where there is none.
         in_process: the member object of an in-process group.
     """
@@ -52,7 +53,7 @@ def resolve_members(group: Any, device: torch.device | str | None) -> Members:
     """Find out who `group` is: a ProcessGroup, an in-process member, or None for the default group.
 
     Raises:
-        ConfigError: this process is not in the group, or `device` does not fit the group's backend.
+        ConfigError: this process is not in the group.
     """
     wanted = _indexed(device)
     if group is not None and not isinstance(group, dist.ProcessGroup) and group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -72,11 +73,8 @@ def _from_process_group(group: dist.ProcessGroup | None, wanted: torch.device | 
     if rank < 0:
         raise ConfigError(f"this process (global rank {dist.get_rank()}) is not a member of the group it passed")
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    backends = str(dist.get_backend_config(group))
-    device = wanted or _device_of(backends)
+    device = wanted or _device_of(str(dist.get_backend_config(group)))
     transport = "nccl" if device.type == "cuda" else "gloo"
-    if transport not in backends and len(ranks) > 1:
-        raise ConfigError(f"device {device} needs a group with {transport}, but this group has {backends}")
     return Members(rank, ranks, device, transport, store=dist.distributed_c10d._get_default_store())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..backends.loopback import LoopbackGroup
+from ._rank import take_device
 from ._world import RankResult
 from .checks import check_problem
 from .compare import assert_bit_equal, assert_within_baseline
@@ -34,5 +35,6 @@ __all__ = [
     "run_ranks",
     "seat_of_process",
     "start_ranks",
+    "take_device",
     "traits_of",
 ]

@@ -35,6 +35,7 @@ class WorldSetup:
     Attributes:
         num_ranks: the world's size.
         backend: of torch.distributed; None starts no process group.
+        device_type: "cpu" or "cuda"; see `run_ranks`.
         num_threads: of torch, in each rank.
         group_timeout_s: the default process group's own time limit, seconds.
         store_rank: the rank that hosts the TCPStore; None means the launching process.
@@ -42,6 +43,7 @@ class WorldSetup:
 
     num_ranks: int
     backend: str | None = "gloo"
+    device_type: str = "cpu"
     num_threads: int = 1
     group_timeout_s: float = 600.0
     store_rank: int | None = None
@@ -145,18 +147,31 @@ def _received(launcher: Connection) -> bytes | None:
 
 def _join(rank: int, setup: WorldSetup, port: int, listener: socket.socket | None) -> None:
     torch.set_num_threads(setup.num_threads)
+    device = take_device(rank, setup.num_ranks) if setup.device_type == "cuda" else None
     if setup.backend is None:
         return
     # Gloo otherwise asks the resolver for this host's name, which can be slow or wrong on a laptop.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    device = torch.device("cuda", rank) if "nccl" in setup.backend else None
-    if device is not None:
-        torch.cuda.set_device(device)
     timeout = timedelta(seconds=setup.group_timeout_s)
     store = connect_store(port, listener)
     dist.init_process_group(
-        setup.backend, store=store, rank=rank, world_size=setup.num_ranks, timeout=timeout, device_id=device
+        setup.backend,
+        store=store,
+        rank=rank,
+        world_size=setup.num_ranks,
+        timeout=timeout,
+        device_id=device if "nccl" in setup.backend else None,
     )
+
+
+def take_device(rank: int, num_ranks: int) -> torch.device:
+    """Make the CUDA device of a rank of this host the current one. Ranks share devices where there are too few."""
+    num_devices = torch.cuda.device_count()
+    if num_devices < num_ranks:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own word for it
+    device = torch.device("cuda", rank % num_devices)
+    torch.cuda.set_device(device)
+    return device
 
 
 def connect_store(port: int, listener: socket.socket | None) -> dist.TCPStore:

@@ -46,6 +46,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     backend: str | None = "gloo",
+    device_type: str | None = None,
     num_threads: int = 1,
 ) -> list[Result]:
     """Call `fn(rank, *args)` on fresh ranks and return the results by rank.
@@ -55,7 +56,9 @@ def run_ranks(
         num_ranks: how many ranks, one process each.
         args: anything that pickles; tensors arrive detached and on the CPU, in results too.
         timeout_s: for the call, seconds; the start is not counted.
-        backend: of the default process group. With "nccl" rank r has the CUDA device r; None makes no group.
+        backend: of the default process group; None makes no group.
+        device_type: "cpu" or "cuda"; None means "cuda" with "nccl", else "cpu". On "cuda" the current device of rank r
+            is the CUDA device r; if there are fewer, ranks share them by turns, which NCCL refuses and Gloo allows.
         num_threads: of torch, in each rank.
 
     Raises:
@@ -66,7 +69,7 @@ def run_ranks(
         >>> run_ranks(pow, 3, 2, backend=None)  # pow(rank, 2)
         [0, 1, 4]
     """
-    with RankPool(num_ranks, backend=backend, num_threads=num_threads) as pool:
+    with RankPool(num_ranks, backend=backend, device_type=device_type, num_threads=num_threads) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
 
 
@@ -78,17 +81,29 @@ class RankPool:
     ranks do stay; a function cleans up after itself.
     """
 
-    def __init__(self, num_ranks: int, *, backend: str | None = "gloo", num_threads: int = 1) -> None:
+    def __init__(
+        self, num_ranks: int, *, backend: str | None = "gloo", device_type: str | None = None, num_threads: int = 1
+    ) -> None:
         """Take the arguments of `run_ranks`; nothing is started yet."""
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
-        self._setup = WorldSetup(num_ranks=num_ranks, backend=backend, num_threads=num_threads)
+        self._setup = WorldSetup(
+            num_ranks=num_ranks,
+            backend=backend,
+            device_type=_device_type(backend, device_type),
+            num_threads=num_threads,
+        )
         self._world: World | None = None
 
     @property
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return self._setup.num_ranks
+
+    @property
+    def device_type(self) -> str:
+        """Where the ranks' tensors are: "cpu" or "cuda"."""
+        return self._setup.device_type
 
     @property
     def pids(self) -> list[int]:
@@ -178,6 +193,7 @@ def start_ranks(
     num_ranks: int,
     *args: Any,
     backend: str | None = "gloo",
+    device_type: str | None = None,
     num_threads: int = 1,
     store_rank: int | None = None,
 ) -> StartedRanks:
@@ -188,6 +204,7 @@ def start_ranks(
         num_ranks: as in `run_ranks`.
         args: as in `run_ranks`.
         backend: as in `run_ranks`.
+        device_type: as in `run_ranks`.
         num_threads: as in `run_ranks`.
         store_rank: the rank that hosts the store of torch.distributed and takes it along when it dies. None: this
             process hosts it, as `torchrun`'s agent does.
@@ -199,7 +216,13 @@ def start_ranks(
     if store_rank is not None and not 0 <= store_rank < num_ranks:
         raise ValueError(f"store_rank must be in [0, {num_ranks}), got {store_rank}")
     world = _joined_world(
-        WorldSetup(num_ranks=num_ranks, backend=backend, num_threads=num_threads, store_rank=store_rank)
+        WorldSetup(
+            num_ranks=num_ranks,
+            backend=backend,
+            device_type=_device_type(backend, device_type),
+            num_threads=num_threads,
+            store_rank=store_rank,
+        )
     )
     try:
         world.ask(fn, args)
@@ -207,6 +230,12 @@ def start_ranks(
         world.kill()
         raise
     return StartedRanks(world)
+
+
+def _device_type(backend: str | None, asked: str | None) -> str:
+    if asked is not None:
+        return asked
+    return "cuda" if backend is not None and "nccl" in backend else "cpu"
 
 
 def _joined_world(setup: WorldSetup) -> World:

@@ -125,11 +125,14 @@ class PoolRunner:
 
     def __call__(self, fn: Callable[..., Result], *args: Any, timeout_s: float = 60.0) -> list[Result]:
         """See `Runner`."""
-        return self.pool.run(_on_process_seat, fn, self.backend, args, timeout_s=timeout_s)
+        return self.pool.run(_on_process_seat, fn, self.backend, self.pool.device_type, args, timeout_s=timeout_s)
 
 
-def _on_process_seat(rank: int, fn: Callable[..., Result], backend: Any, args: tuple[Any, ...]) -> Result:
-    return fn(seat_of_process(backend), *args)
+def _on_process_seat(
+    rank: int, fn: Callable[..., Result], backend: Any, device_type: str, args: tuple[Any, ...]
+) -> Result:
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    return fn(seat_of_process(backend, device), *args)
 
 
 @dataclass(frozen=True, eq=False)

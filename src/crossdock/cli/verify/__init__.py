@@ -17,6 +17,9 @@ def verify(
         int | None, typer.Option(help="Ranks to start; under torchrun those that are there. Default: 2, local: 1.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="With --device cuda: ranks may share a GPU, by turns; not with NCCL.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="The whole workload grid, not pairs of its values.")] = False,
     only: Annotated[str | None, typer.Option(help="Only cells whose description contains this text.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all cells and the machine to this file.")] = None,
@@ -33,7 +36,7 @@ def verify(
     from .run import run
 
     try:
-        plan = make_plan(backend, ranks, device, full, only, json)
+        plan = make_plan(backend, ranks, device, share_gpus, full, only, json)
         finished = run(plan)
     except KeyboardInterrupt:
         print("interrupted; all ranks have ended", file=sys.stderr)

@@ -24,6 +24,7 @@ class Plan:
         traits: of the backend.
         num_ranks: ranks of the group.
         device_type: "cpu" or "cuda".
+        share_gpus: whether there are more ranks than CUDA devices, and ranks share them.
         full: the whole grid.
         torchrun: whether the ranks are torchrun's.
         cells: what will be run.
@@ -35,10 +36,16 @@ class Plan:
     traits: BackendTraits
     num_ranks: int
     device_type: str
+    share_gpus: bool
     full: bool
     torchrun: bool
     cells: tuple[Cell, ...]
     json: Path | None
+
+    @property
+    def group_backend(self) -> str:
+        """Of the default process group: NCCL where every rank has a GPU of its own."""
+        return "nccl" if self.device_type == "cuda" and not self.share_gpus else "gloo"
 
     @property
     def in_threads(self) -> bool:
@@ -46,7 +53,9 @@ class Plan:
         return self.backend in IN_THREADS
 
 
-def make_plan(backend: str, ranks: int | None, device: str, full: bool, only: str | None, json: Path | None) -> Plan:
+def make_plan(
+    backend: str, ranks: int | None, device: str, share_gpus: bool, full: bool, only: str | None, json: Path | None
+) -> Plan:
     """Check all options.
 
     Raises:
@@ -65,7 +74,8 @@ def make_plan(backend: str, ranks: int | None, device: str, full: bool, only: st
         backend=backend,
         traits=traits,
         num_ranks=num_ranks,
-        device_type=_device_type(backend, device, num_ranks, traits),
+        device_type=_device_type(backend, device, share_gpus, num_ranks, traits),
+        share_gpus=share_gpus and torch.cuda.device_count() < _num_ranks_here(backend, num_ranks),
         full=full,
         torchrun=torchrun,
         cells=chosen,
@@ -106,10 +116,17 @@ def _num_ranks_here(backend: str, num_ranks: int) -> int:
     return int(local) if local.isdecimal() else num_ranks
 
 
-def _device_type(backend: str, device: str, num_ranks: int, traits: BackendTraits) -> str:
+def _device_type(backend: str, device: str, share_gpus: bool, num_ranks: int, traits: BackendTraits) -> str:
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu or cuda, got {device!r}")
     num_gpus, on_this_host = torch.cuda.device_count(), _num_ranks_here(backend, num_ranks)
+    if share_gpus:
+        if device != "cuda" or backend in ("all_to_all", *IN_THREADS):
+            raise ConfigError(
+                "--share-gpus goes with --device cuda and a backend whose ranks may share a GPU, such as symmetric;"
+                f" got --device {device} and --backend {backend}"
+            )
+        on_this_host = 1
     if device == "cuda" and num_gpus < on_this_host:
         raise ConfigError(f"--device cuda needs {on_this_host} CUDA devices on this host, torch sees {num_gpus}")
     if device == "auto":

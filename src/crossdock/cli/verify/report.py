@@ -41,6 +41,7 @@ def as_dict(plan: Plan, finished: Finished) -> dict[str, Any]:
         "backend": plan.backend,
         "ranks": plan.num_ranks,
         "device": plan.device_type,
+        "ranks_share_gpus": plan.share_gpus,
         "full": plan.full,
         "seconds": round(finished.seconds, 1),
         **describe_run(),

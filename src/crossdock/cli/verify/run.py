@@ -26,6 +26,7 @@ from crossdock.testing import (
     ThreadRunner,
     run_cell,
     seat_of_process,
+    take_device,
 )
 
 from .plan import Plan
@@ -74,7 +75,7 @@ def _runner(plan: Plan) -> Iterator[Runner]:
         device = torch.device("cuda", 0) if plan.device_type == "cuda" else torch.device("cpu")
         yield ThreadRunner(plan.num_ranks, plan.backend, device)
         return
-    with RankPool(plan.num_ranks, backend="nccl" if plan.device_type == "cuda" else "gloo") as pool:
+    with RankPool(plan.num_ranks, backend=plan.group_backend, device_type=plan.device_type) as pool:
         yield PoolRunner(pool, plan.backend)
 
 
@@ -101,12 +102,12 @@ def _run_one(runner: Runner, plan: Plan, cell: Cell) -> list[list[CellResult]]:
 
 
 def _run_under_torchrun(plan: Plan) -> list[list[CellResult]] | None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if plan.device_type == "cuda" else None
-    if device is not None:
-        torch.cuda.set_device(device)
+    device = None
+    if plan.device_type == "cuda":
+        device = take_device(int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_ranks)))
     torch.set_num_threads(1)  # as in started ranks: what a CPU adds up can depend on it
-    backend = "gloo" if device is None else "nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=device)
+    bound = device if plan.group_backend == "nccl" else None
+    dist.init_process_group(plan.group_backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=bound)
     try:
         seat = seat_of_process(plan.backend, device)
         cells = _with_progress(plan.cells) if seat.rank == 0 else plan.cells
