@@ -5,11 +5,13 @@
 #                                  a CPU build of torch where PyPI's is a CUDA build of several GB (Linux)
 #   make VENV= PYTHON=python3 test-gpu
 #                                  no set-up at all: the interpreter has torch and pytest already (GPU machines)
+#   make WORKERS=0 test            tests one after the other; by default two processes share them
 #   make demo ARGS="--steps 50"    ARGS goes to the command behind the target
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+WORKERS ?= 2
 ARGS ?=
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -37,7 +39,7 @@ help:
 	@echo 'make test-gpu    the tests that need CUDA devices'
 	@echo 'make lint        ruff and mypy; make format: let ruff rewrite the sources'
 	@echo 'make bench-cpu   all_to_all beside the token exchange of Hugging Face transformers, two CPU ranks'
-	@echo 'make bench       the benchmarks there are: bench-cpu'
+	@echo 'make bench       all backends of this machine side by side, beside the floor that its links set'
 	@echo 'make setup       only the environment; make clean: remove it and all that the targets wrote'
 
 setup: $(READY)
@@ -64,15 +66,16 @@ format: $(READY)
 	$(RUN) -m ruff format .
 
 test-cpu: $(READY)
-	$(RUN) -m pytest -m 'not gpu' $(ARGS)
+	$(RUN) -m pytest -m 'not gpu' -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-full: lint
-	$(RUN) -m pytest -m 'not gpu' --full $(ARGS)
+	$(RUN) -m pytest -m 'not gpu' --full -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-bench: bench-cpu
+bench: $(READY)
+	$(CROSSDOCK) bench $(ARGS)
 
 bench-cpu: $(READY_BENCH)
 	$(RUN) benchmarks/cpu_against_transformers.py $(ARGS)

@@ -1,14 +1,15 @@
-"""What every test may use: ranks that are started once per size, `--full`, and the `gpu` and `full` markers."""
+"""What every test may use: ranks that are started once per size, `--full`, and the markers `gpu`, `full`, `alone`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import hypothesis
 import pytest
 import torch
 
 from crossdock.testing import RankPool
+from tests.alone import turn
 
 # The ranks' processes and this one share the machine; results must not depend on its number of cores either.
 torch.set_num_threads(1)
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("gpu"):
             _skip_without_gpus(item, *marker.args, **marker.kwargs)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout: waiting for one's turn is not counted
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def _skip_without_gpus(item: pytest.Item, count: int = 1) -> None:

@@ -298,6 +298,7 @@ def import_facts() -> dict[str, object]:
     return facts
 
 
+@pytest.mark.alone
 def test_importing_the_package_is_light():
     facts = import_facts()
     assert not facts["triton"]

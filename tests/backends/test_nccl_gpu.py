@@ -12,6 +12,7 @@ import torch
 
 import crossdock as cd
 from crossdock.testing import start_ranks
+from tests.gpus import host_sync_is_an_error
 
 TIMEOUT_S = 4.0
 MARGIN_S = 5.0
@@ -118,11 +119,8 @@ def _without_host_syncs(rank: int) -> None:
         x.requires_grad_()
         for _ in range(2):
             routed = dispatcher.dispatch(x, scores, ids)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with host_sync_is_an_error():
                 dispatcher.combine(routed.rows, routed.handle).backward(torch.ones_like(x))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         dispatcher.check()
 
 

@@ -13,6 +13,7 @@ import torch
 
 import crossdock as cd
 from crossdock.testing import run_ranks, start_ranks
+from tests.gpus import host_sync_is_an_error, on_gpus
 
 TIMEOUT_S = 4.0
 MARGIN_S = 5.0
@@ -41,13 +42,6 @@ def _inputs(config: cd.DispatcherConfig, rank: int, seed: int = 0, num_tokens: i
     scores = torch.rand(tokens, config.top_k, device="cuda", generator=generator)
     chances = torch.rand(tokens, config.num_experts, device="cuda", generator=generator)
     return x, scores, chances.topk(config.top_k, 1).indices
-
-
-def _on_gpus(num_ranks: int) -> dict[str, Any]:
-    """How to start ranks: a GPU each where there are enough."""
-    if torch.cuda.device_count() >= num_ranks:
-        return {"backend": "nccl"}
-    return {"backend": "gloo", "device_type": "cuda"}
 
 
 def _there_and_back(dispatcher: cd.TokenDispatcher, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,7 +99,7 @@ def _other() -> tuple[str, str]:
     [("fast", 1, torch.bfloat16), ("exact", 16, torch.float32), ("fast", 16, torch.float16)],
 )
 def test_the_bits_are_those_of_all_to_all(reduction, alignment, dtype, num_sms):
-    for same in run_ranks(_bits, 2, reduction, alignment, dtype, num_sms, **_on_gpus(2), timeout_s=120.0):
+    for same in run_ranks(_bits, 2, reduction, alignment, dtype, num_sms, **on_gpus(2), timeout_s=120.0):
         assert all(same), same
 
 
@@ -143,7 +137,7 @@ def _replays(rank: int, backend: str) -> list[str]:
 
 
 def test_graphs_replay_other_routings_with_eager_calls_between():
-    assert run_ranks(_replays, 2, "symmetric", **_on_gpus(2), timeout_s=120.0) == [[], []]
+    assert run_ranks(_replays, 2, "symmetric", **on_gpus(2), timeout_s=120.0) == [[], []]
 
 
 def _captures_exact(rank: int) -> str:
@@ -163,7 +157,7 @@ def _captures_exact(rank: int) -> str:
 
 
 def test_a_capture_without_a_fixed_capacity_is_refused():
-    for message in run_ranks(_captures_exact, 2, **_on_gpus(2), timeout_s=60.0):
+    for message in run_ranks(_captures_exact, 2, **on_gpus(2), timeout_s=60.0):
         assert "waits for the host, which a CUDA graph cannot capture" in message
 
 
@@ -176,16 +170,15 @@ def _host_time(rank: int) -> dict[str, float]:
             routed = dispatcher.dispatch(x, scores, ids)
             dispatcher.combine(routed.rows, routed.handle).sum().backward()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        torch.cuda._sleep(SLEEP_CYCLES)
-        marks = [time.perf_counter()]
-        routed = dispatcher.dispatch(x, scores, ids)
-        marks.append(time.perf_counter())
-        out = dispatcher.combine(routed.rows, routed.handle)
-        marks.append(time.perf_counter())
-        out.sum().backward()
-        marks.append(time.perf_counter())
-        torch.cuda.set_sync_debug_mode("default")
+        with host_sync_is_an_error():
+            torch.cuda._sleep(SLEEP_CYCLES)
+            marks = [time.perf_counter()]
+            routed = dispatcher.dispatch(x, scores, ids)
+            marks.append(time.perf_counter())
+            out = dispatcher.combine(routed.rows, routed.handle)
+            marks.append(time.perf_counter())
+            out.sum().backward()
+            marks.append(time.perf_counter())
         torch.cuda.synchronize()
         slept = time.perf_counter() - marks[0]
         assert dispatcher.stats().host_syncs == 0
@@ -196,9 +189,8 @@ def _host_time(rank: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_on_the_host():
-    for took in run_ranks(_host_time, 2, **_on_gpus(2), timeout_s=120.0):
+    for took in run_ranks(_host_time, 2, **on_gpus(2), timeout_s=120.0):
         assert took["all"] > 0.2, "the device was to sleep meanwhile"
         assert max(took["dispatch"], took["combine"], took["backward"]) < 0.02, took
 
@@ -235,7 +227,7 @@ def _without_a_peer(rank: int, fault: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", ["dies", "stops", "idles", "closes"])
 def test_a_missing_rank_is_named_and_the_device_is_freed(fault):
-    with start_ranks(_without_a_peer, 2, fault, **_on_gpus(2)) as started:
+    with start_ranks(_without_a_peer, 2, fault, **on_gpus(2)) as started:
         told = started.results(timeout_s=90.0)[0].value
     assert told["enqueued_s"] < 1.0, "combine waited on the host"
     assert told["is_nan"], "outputs of a call that was given up are NaN"
@@ -260,7 +252,7 @@ def _differ(rank: int) -> tuple[bool, str]:
 
 
 def test_ranks_that_differ_are_told_what_differs():
-    for is_nan, message in run_ranks(_differ, 2, **_on_gpus(2), timeout_s=60.0):
+    for is_nan, message in run_ranks(_differ, 2, **on_gpus(2), timeout_s=60.0):
         assert is_nan
         assert "layer is 'layer 0' on ranks [0], 'layer 1' on ranks [1]" in message
 
@@ -284,13 +276,13 @@ def _overflow(rank: int) -> str:
 
 
 def test_an_overflow_is_raised_on_all_ranks_alike():
-    first, second = run_ranks(_overflow, 2, **_on_gpus(2), timeout_s=60.0)
+    first, second = run_ranks(_overflow, 2, **on_gpus(2), timeout_s=60.0)
     assert first == second
     assert "on rank 0" in first and "asked for 512 rows" in first
 
 
 def test_one_gpu_alone():
     for reduction, alignment in (("fast", 1), ("exact", 16)):
-        (same,) = run_ranks(_bits, 1, reduction, alignment, torch.bfloat16, None, **_on_gpus(1), timeout_s=90.0)
+        (same,) = run_ranks(_bits, 1, reduction, alignment, torch.bfloat16, None, **on_gpus(1), timeout_s=90.0)
         assert all(same), same
-    assert run_ranks(_replays, 1, "symmetric", **_on_gpus(1), timeout_s=60.0) == [[]]
+    assert run_ranks(_replays, 1, "symmetric", **on_gpus(1), timeout_s=60.0) == [[]]

@@ -10,6 +10,7 @@ import torch
 
 import crossdock as cd
 from tests.contract.overflow_trials import guarded_config
+from tests.gpus import host_sync_is_an_error
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -49,12 +50,9 @@ def test_nothing_waits(kind: str, settings: dict[str, Any], scaled: bool):
         for num_tokens in (4, 4):  # measures, compiles, makes the optimizer's state
             step(num_tokens)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_sync_is_an_error():
             for num_tokens in (8, 8, 8, 4):
                 step(num_tokens)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         changed = [not torch.equal(before, after) for before, after in pairwise(seen)]
         assert changed == [True, False, False, True, True]
         assert guard.stats() == cd.overflow.GuardStats(steps=6, skipped_steps=2, grown=1)

@@ -19,6 +19,8 @@ from tests.faults.conftest import Crowd
 from tests.faults.play import LAYER, TIMEOUT_S, Account, assert_named, config, observe, reopen, step, stop_here
 from tests.faults.test_disagreement import routed_once
 
+pytestmark = pytest.mark.alone
+
 
 def idles(dispatcher: cd.TokenDispatcher) -> None:
     """The rank takes no further part until the others are done with it."""

@@ -33,6 +33,8 @@ from tests.faults.play import (
 from tests.faults.test_disagreement import routed_once
 from tests.faults.test_opening import open_alone
 
+pytestmark = pytest.mark.alone
+
 
 def exits_at_once(dispatcher: cd.TokenDispatcher) -> None:
     os._exit(3)

@@ -13,6 +13,8 @@ from crossdock.testing import RankPool
 from tests.conftest import Ranks
 from tests.faults.play import LAYER, Account, Batch, assert_named, config, experts, observe, reopen, step
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankPool]:

@@ -14,6 +14,8 @@ import crossdock as cd
 from crossdock.testing import LoopbackGroup
 from tests.faults.play import LAYER, TIMEOUT_S, Account, Batch, assert_named, config, observe, step
 
+pytestmark = pytest.mark.alone
+
 
 def on_threads(work: Callable[[int, Any], Account], group: LoopbackGroup) -> dict[int, Account]:
     """`work(rank, member)` on a thread a rank."""

@@ -20,6 +20,8 @@ from crossdock.testing import RankResult, StartedRanks, run_ranks, start_ranks
 from tests.faults.conftest import Crowd
 from tests.faults.play import LIMIT_S, TIMEOUT_S, Account, config, die_here, reopen, step, stop_here
 
+pytestmark = pytest.mark.alone
+
 
 def open_alone(group: Any = None, **changes: Any) -> Account:
     """Try to open; what happened, without a step."""

@@ -22,6 +22,8 @@ from crossdock.group.rendezvous import open_together
 from crossdock.group.status import CallState, StatusServer, ask, find_all
 from crossdock.group.store import within
 
+pytestmark = pytest.mark.alone
+
 
 class Rank:
     """A status endpoint, as an opened dispatcher has one."""

@@ -6,9 +6,12 @@ import gc
 import threading
 import time
 
+import pytest
 import torch
 
 from crossdock.memory.watch import Watch
+
+pytestmark = pytest.mark.alone
 
 
 class Watched:

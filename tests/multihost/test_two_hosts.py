@@ -15,6 +15,8 @@ from tests.conftest import Ranks
 from tests.multihost import train
 from tests.multihost.hosts import TwoHosts, running, two_hosts, why_not
 
+pytestmark = pytest.mark.alone
+
 NUM_RANKS = 4
 START_S = 80.0  # six processes import torch
 

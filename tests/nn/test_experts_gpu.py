@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from crossdock.nn import GroupedExperts
 from crossdock.testing import assert_bit_equal
+from tests.gpus import host_sync_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -22,17 +20,6 @@ COUNTS = [130, 0, 17, 1, 64, 0, 2, 33]
 TAIL = 70
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_width = pytest.mark.parametrize("widths", WIDTHS, ids=str)
-
-
-@contextmanager
-def synchronisation_is_an_error() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def drawn(widths: tuple[int, int], dtype: torch.dtype, counts: list[int] = COUNTS) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +88,7 @@ def test_bfloat16_on_a_new_enough_gpu_never_reads_the_counts() -> None:
         pytest.skip("this GPU has no grouped product in one kernel")
     rows, grad, offsets = drawn((256, 192), torch.bfloat16)
     for scores in (None, torch.ones(rows.shape[0], device="cuda")):
-        with synchronisation_is_an_error():
+        with host_sync_is_an_error():
             experts(rows.requires_grad_(), offsets, scores).backward(grad)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 _POLL_S = 0.02
+_HIGHEST = -8  # priority of a stream; torch takes the highest there is
 
 
 class Watch:
@@ -30,7 +31,10 @@ class Watch:
     ) -> None:
         self.timeout_s, self._abort, self._waits, self._on_expiry = timeout_s, abort, waits, on_expiry
         self.has_expired = False
-        self._one = torch.ones(1, dtype=torch.int64, pin_memory=abort.is_cuda)
+        # The stream is made and used now: while kernels run, a stream's making can wait for their end.
+        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=abort.is_cuda)
+        self._stream = _new_stream(abort.device) if abort.is_cuda else None
+        self._set_abort(0)
         self._seen = (0, 0)
         self._since = time.monotonic()
         self._stop = threading.Event()
@@ -47,24 +51,30 @@ class Watch:
         if now - self._since <= self.timeout_s:
             return False
         self.has_expired = True
-        self._set_abort()
+        self._set_abort(1)
         self._on_expiry()
         return True
 
-    def _set_abort(self) -> None:
-        if not self._abort.is_cuda:
-            self._abort.fill_(1)
+    def _set_abort(self, value: int) -> None:
+        self._word.fill_(value)
+        if self._stream is None:
+            self._abort.copy_(self._word)
             return
-        with torch.cuda.device(self._abort.device), torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(self._stream):
             # A copy needs no processor, which waiting kernels may all have taken.
-            self._abort.copy_(self._one, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            self._abort.copy_(self._word, non_blocking=True)
+        self._stream.synchronize()
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the highest priority: torch lends its streams by turns, and few ask for one of these."""
+    return torch.cuda.Stream(device, priority=_HIGHEST)
 
 
 def _watch(watch_ref: weakref.ref[Watch], stop: threading.Event) -> None:
