@@ -78,8 +78,8 @@ MODULES = {
 }
 PUBLIC = {"", "errors", "types", *MODULES, *USERS} - {"cli"}
 # What is public under another name: the loopback group as `crossdock.testing.LoopbackGroup`. The benchmark probes the
-# link with a kernel of its own, which lives where kernels do.
-HOMES = {"testing": {"backends.loopback"}, "bench": {"kernels.link"}, "cli": {"kernels.digest"}}
+# link with a kernel of its own, which lives where kernels do; so do the delays that `testing.stress` asks for.
+HOMES = {"testing": {"backends.loopback", "kernels.stress"}, "bench": {"kernels.link"}, "cli": {"kernels.digest"}}
 # The other files are backends, and do not know each other.
 SHARED_BY_BACKENDS = {"base", "wire", "wire_layout", "nccl"}
 

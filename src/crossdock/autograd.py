@@ -28,7 +28,6 @@ from .names import decode_name
 from .ordering import keep_order_in_inductor, register_ordered
 from .recompute.frames import Layer, Replay, record, replay_of
 from .row_capacity import Size
-from .rows import score_gradient
 
 
 class Operable(Protocol):
@@ -214,8 +213,7 @@ def _dispatch_backward(
     """Gradients of x `[T, hidden_dim]` and of the scores `[T, top_k]`."""
 
     def movement(transport: Transport, call: Call) -> list[Tensor]:
-        dx = transport.rows_home(grad_rows, None, layout, call)
-        return [dx, transport.scalars_home(grad_row_scores, layout, None)]
+        return list(transport.dispatch_backward(grad_rows, grad_row_scores, layout, call))
 
     return _find(key).run(CallFacts(-1, "dispatch_backward", decode_name(layer), dispatch_number=int(number)), movement)
 
@@ -251,12 +249,12 @@ def _combine_backward(
     """Gradients of rows `[R, hidden_dim]` and of the scores `[T, top_k]` (empty without `apply_scores`)."""
 
     def movement(transport: Transport, call: Call) -> list[Tensor]:
-        grad_rows = transport.rows_out(grad_out, layout, call)
-        grad_row_scores = score_gradient(rows, grad_rows, row_scores) if apply_scores else row_scores.new_empty(0)
+        if apply_scores:
+            grad_rows, grad_scores = transport.combine_backward(grad_out, rows, row_scores, layout, call)
+        else:
+            grad_rows, grad_scores = transport.rows_out(grad_out, layout, call), row_scores.new_empty(0)
         dispatcher.zero_tail(grad_rows, rows_end)
-        if not apply_scores:
-            return [grad_rows, grad_row_scores]
-        return [grad_rows, transport.scalars_home(grad_row_scores, layout, None)]
+        return [grad_rows, grad_scores]
 
     dispatcher = _find(key)
     return dispatcher.run(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import autograd
 from .backends.base import Backend
-from .errors import ConfigError, ContractViolation
+from .errors import BackendUnavailable, ConfigError, ContractViolation
 from .group.members import resolve_members
 from .inputs import check_before_casting, check_combine
 from .names import decode_name, encode_name
@@ -107,6 +107,34 @@ class TokenDispatcher:
     def join_backward(self, handle: DispatchHandle) -> None:
         """`LayerView.join_backward` of the layer named ""."""
         self._nameless().join_backward(handle)
+
+    def input_buffer(self, num_tokens: int) -> Tensor:
+        """Lend the memory from which peers read this rank's rows: fill it, dispatch it, and dispatch copies nothing.
+
+        For a producer that writes where it is told to: a kernel of yours, or an operation with `out=`. No rank needs to
+        ask where others do. Returns `[num_tokens, hidden_dim]` of the configured dtype with anything in it, at the same
+        address every time. It may be written at once: every rank has read what was there, on a GPU by the time that
+        the current stream gets here, without a wait of the host.
+
+        The next dispatch of exactly this view, on any layer, takes the rows from where they are; results and gradients
+        are those of an ordinary `x`. The view is good for that one dispatch. Any other dispatch and the backward of any
+        combine overwrite it, and a later call of `input_buffer` takes it back; all views show the same memory. Do not
+        write to it once it is dispatched, and do not touch it after `close`. What autograd has saved of it (where a
+        router multiplies it by weights that need a gradient, say) may be overwritten before the backward, which torch
+        then refuses.
+
+        Raises:
+            BackendUnavailable: a backend that lends none, as all but `symmetric`; dispatch an ordinary tensor there.
+            InvalidInput: a number outside 0..`num_max_tokens_per_rank`.
+            PeerTimeout: on a CPU, of ranks that do not read what is there; on a GPU later calls raise it.
+            ContractViolation: inside a compiled region, from a second thread, or after `close`.
+        """
+        if torch.compiler.is_compiling():
+            raise ContractViolation("input_buffer cannot be called inside a compiled region: lend and fill it outside")
+        buffer = self._open.input_buffer(num_tokens)
+        if buffer is None:
+            raise BackendUnavailable(self.backend_name, "input_buffer is not offered", "dispatch an ordinary tensor")
+        return buffer
 
     def _nameless(self) -> LayerView:
         return LayerView(self, self._open.nameless)

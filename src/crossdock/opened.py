@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import autograd
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
-from .errors import BackendUnavailable, ContractViolation
+from .errors import BackendUnavailable, ContractViolation, InvalidInput
 from .group.fingerprint import CallFacts
 from .group.members import Members
 from .group.session import Session
@@ -31,6 +31,7 @@ from .rows import zero_tail
 from .types import DispatcherConfig, DispatcherStats, DispatchHandle, OnOverflow
 
 _SIZES_REMEMBERED = 1024
+_OVERWRITES_INPUT = frozenset({"dispatch", "redispatch", "combine_backward"})  # operations that move rows out
 _key_numbers = itertools.count()
 _T = TypeVar("_T")
 
@@ -70,8 +71,9 @@ class OpenDispatcher:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_stream_handle = 0  # of it
         self.nameless = encode_name("")
-        self._use = _Use()
-        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
+        self._use, self._pid = _Use(), os.getpid()
+        self._lending = _Lending()
+        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, self._pid)
         autograd.register(self.key, self)
 
     def run_dispatch(
@@ -87,6 +89,7 @@ class OpenDispatcher:
         """Body of the dispatch operator; arguments are those of `LayerView.dispatch`, scores float32."""
         self._check(x, scores, expert_ids, local_counts, facts)
         self.touch()
+        self._lending.check(x, compiled)
         num_rows = self._rows_of_call(x, facts, compiled)
         num_tokens = x.shape[0] if self.config.equal_token_counts else -1
         facts = facts._replace(num_tokens=num_tokens, num_rows=-1 if num_rows is None else num_rows)
@@ -107,6 +110,7 @@ class OpenDispatcher:
     ) -> list[Tensor]:
         """Body of a dispatch that is recomputed: all outputs of the operator, rows along the recorded layout."""
         check_dispatch(self.config, self.device, x, scores, expert_ids, None)
+        self._lending.check(x, compiled=False)
 
         def movement(transport: Transport, call: Call) -> list[Tensor]:
             recorded = replay.check(expert_ids, self.spec.rank)
@@ -115,6 +119,26 @@ class OpenDispatcher:
             return [rows, *recorded.again()]
 
         return self.run(facts._replace(operation="redispatch", dispatch_number=replay.number), movement)
+
+    def input_buffer(self, num_tokens: int) -> Tensor | None:
+        """See `TokenDispatcher.input_buffer`; None where the backend offers none."""
+        limit = self.config.num_max_tokens_per_rank
+        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+            raise InvalidInput(f"num_tokens of an input buffer must be an integer, got {num_tokens!r}")
+        if not 0 <= num_tokens <= limit:
+            raise InvalidInput(
+                f"num_tokens ({num_tokens}) of an input buffer must lie in 0..num_max_tokens_per_rank ({limit})"
+            )
+        self._refuse_strangers("input_buffer")
+        self.touch()
+        with torch._C.DisableTorchFunction():
+            self._follow_stream()
+            lent: list[Tensor | None] = []
+            self.session.probe(lambda: lent.append(self.transport.input_buffer(num_tokens)))
+        (view,) = lent
+        if view is not None:
+            self._lending.begin(view, limit)
+        return view
 
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
         """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
@@ -173,6 +197,8 @@ class OpenDispatcher:
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
+            if facts.operation in _OVERWRITES_INPUT:
+                self._lending.end()
             return movement(self.transport, Call(numbered, self.session.state.words, self.session.verify))
 
     def note_combined(self, handle: DispatchHandle, node: Any) -> None:
@@ -300,6 +326,19 @@ class OpenDispatcher:
             zero_tail(received.rows, rows_end, received.row_scores)
         return rows_end
 
+    def _refuse_strangers(self, operation: str) -> None:
+        """Keep forked children and second threads out of what is no call of the group's, and so has no number."""
+        state = self.session.state
+        if os.getpid() != self._pid:
+            raise ContractViolation(
+                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
+            )
+        if state.phase == "in_call":
+            raise ContractViolation(
+                f"{operation} was entered from a second thread while {state.operation} of layer {state.layer!r}"
+                f" (call {state.call}) is running; one dispatcher serves one thread at a time"
+            )
+
     def _open_ledger(self, device: torch.device) -> HostLedger | DeviceLedger:
         return open_ledger(self.config.expert_alignment, self.spec.num_local_experts, device)
 
@@ -378,6 +417,56 @@ def _open(
     except BaseException:
         session.close()
         raise
+
+
+@dataclass
+class _Lending:
+    """The input buffer that was lent last, and whether it still holds what its producer has written.
+
+    Attributes:
+        addresses: of the whole buffer; none before it is lent for the first time.
+        num_tokens: that were lent and are not dispatched yet; 0 once they have been, or were overwritten.
+    """
+
+    addresses: range = range(0)
+    num_tokens: int = 0
+
+    def begin(self, view: Tensor, max_tokens: int) -> None:
+        """Lend `view [T, hidden_dim]` of a buffer with `max_tokens` rows, and take back what was lent before."""
+        self.num_tokens = view.shape[0]
+        if self.num_tokens:  # else it has no address
+            row_bytes = view.nbytes // self.num_tokens
+            self.addresses = range(view.data_ptr(), view.data_ptr() + max_tokens * row_bytes)
+
+    def end(self) -> None:
+        """Rows are moved out: the buffer's own, or others over them."""
+        self.num_tokens = 0
+
+    def check(self, x: Tensor, compiled: bool) -> None:
+        """Refuse `x [T, hidden_dim]` if it lies in the buffer and is not what was lent.
+
+        Raises:
+            InvalidInput: also where a compiled call brings anything else while the buffer is lent: compilers write
+                into tensors that a region is given when it ends, so behind the call.
+        """
+        if not self.addresses:
+            return
+        if x.data_ptr() in self.addresses:
+            if not self.num_tokens:
+                raise InvalidInput(
+                    "x lies in an input buffer that has been dispatched or overwritten since it was lent: call"
+                    " input_buffer again, fill what it returns, and dispatch that"
+                )
+            if x.data_ptr() != self.addresses.start or x.shape[0] != self.num_tokens or not x.is_contiguous():
+                raise InvalidInput(
+                    f"x lies in the input buffer and is not the view of {self.num_tokens} tokens that was lent last:"
+                    " dispatch that view, or a copy"
+                )
+        elif compiled and self.num_tokens:
+            raise InvalidInput(
+                f"an input buffer of {self.num_tokens} tokens is lent, and a compiled dispatch brings other rows: fill"
+                " the buffer outside of compiled regions, and dispatch it first"
+            )
 
 
 @dataclass

@@ -77,6 +77,21 @@ class PaddedTransport(Transport):
             weights = weights._replace(of_slots=_longer(weights.of_slots, padded.shape[0]))
         return _shorter(self._inner.rows_home(rows, weights, inner, call), tokens.shape[0])
 
+    def combine_backward(
+        self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, padded, *inner = layout
+        grad_out = _longer(grad_out, padded.shape[0])
+        grad_rows, grad_scores = self._inner.combine_backward(grad_out, rows, row_scores, inner, call)
+        return grad_rows, _shorter(grad_scores, tokens.shape[0])
+
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, _, *inner = layout
+        dx, grad_scores = self._inner.dispatch_backward(grad_rows, grad_row_scores, inner, call)
+        return _shorter(dx, tokens.shape[0]), _shorter(grad_scores, tokens.shape[0])
+
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
     ) -> list[torch.Tensor]:
@@ -88,6 +103,9 @@ class PaddedTransport(Transport):
 
     def agree_max(self, value: int, call: Call) -> int:
         return self._inner.agree_max(value, call)
+
+    def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
+        return None  # what peers read is padded
 
     def fault_flag(self) -> torch.Tensor | None:
         return self._inner.fault_flag()

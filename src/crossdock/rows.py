@@ -2,7 +2,8 @@
 
 `gather_rows` spreads rows to the places that want a copy; `reduce_rows` adds the rows of each place up again, in order,
 in float32, product and sum rounded one after the other. They are each other's adjoint, and every backend is built from
-them. `score_gradient` is what weighting a row needs on the way back; `new_rows` is the memory of large results.
+them. `score_gradient` is what weighting a row needs on the way back, `gather_gradient` both at once; `new_rows` is the
+memory of large results.
 """
 
 from __future__ import annotations
@@ -194,10 +195,53 @@ def score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torc
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         grad = grad_rows[part].float()
-        product = torch.mul(grad, rows[part], out=scratch[: grad.shape[0]])
-        torch.sum(product, dim=1, out=out[part])
-        torch.mul(grad, row_scores[part].unsqueeze(1), out=grad_rows[part])
+        _scale(grad, rows[part], row_scores[part], scratch[: grad.shape[0]], grad_rows[part], out[part])
     return out
+
+
+def _scale(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    row_scores: torch.Tensor,
+    scratch: torch.Tensor,
+    scaled: torch.Tensor,
+    dots: torch.Tensor,
+) -> None:
+    """One chunk of `score_gradient`, from gradient rows in float32."""
+    torch.sum(torch.mul(grad, rows, out=scratch), dim=1, out=dots)
+    torch.mul(grad, row_scores.unsqueeze(1), out=scaled)
+
+
+def gather_gradient(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    row_scores: torch.Tensor,
+    divisor: int = 1,
+    may_be_absent: bool = True,
+    nan_if: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_rows` of gradients and then `score_gradient`: the scaled rows and the dots, to the same bits.
+
+    On a CPU in one pass, chunk by chunk: the unscaled rows never reach memory.
+    """
+    if table.is_cuda or table.shape[0] == 0:
+        spread = gather_rows(table, index, divisor=divisor, may_be_absent=may_be_absent, nan_if=nan_if)
+        return spread, score_gradient(rows, spread, row_scores)
+    scaled, dots = new_rows(index.shape[0], table), torch.empty_like(row_scores)
+    step = max(1, _CHUNK_BYTES // (4 * max(table.shape[1], 1)))
+    scratch = _Scratch.of(min(step, index.shape[0]), table)
+    for start in range(0, index.shape[0], step):
+        part = slice(start, start + step)
+        num = index[part].shape[0]
+        grad = gather_rows(
+            table, index[part], divisor=divisor, may_be_absent=may_be_absent, out=scratch.rows[:num], nan_if=nan_if
+        )
+        if grad.dtype != torch.float32:
+            grad = scratch.products[:num].copy_(grad)
+        _scale(grad, rows[part], row_scores[part], scratch.sums[:num], scaled[part], dots[part])
+    return scaled, dots
 
 
 def zero_tail(rows: torch.Tensor, end: torch.Tensor, scores: torch.Tensor | None = None) -> None:

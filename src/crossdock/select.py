@@ -18,11 +18,15 @@ ENTRY_POINT_GROUP = "crossdock.backends"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere."""
+    """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere.
+
+    `how` says in words how it would share the work out here; empty where it has nothing to tell.
+    """
 
     name: str
     why_not: str | None
     traits: BackendTraits
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Explanation:
     def _word(self, candidate: Candidate) -> str:
         if candidate.why_not is not None:
             return f"cannot serve: {candidate.why_not}"
-        return "chosen" if candidate.name == self.chosen else "usable"
+        word = "chosen" if candidate.name == self.chosen else "usable"
+        return f"{word}: {candidate.how}" if candidate.how else word
 
 
 def explain(config: DispatcherConfig, group: Any = None, *, device: torch.device | str | None = None) -> Explanation:
@@ -132,9 +137,12 @@ def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, kn
 def _candidates(
     config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]
 ) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(name, _why_not(backend, config, spec, members), backend.traits) for name, backend in known.items()
-    )
+    def ask(name: str, backend: Backend) -> Candidate:
+        why_not = _why_not(backend, config, spec, members)
+        how = backend.describe(spec, members.device) if why_not is None else ""
+        return Candidate(name, why_not, backend.traits, how)
+
+    return tuple(ask(name, backend) for name, backend in known.items())
 
 
 def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str, Backend]) -> list[str]:

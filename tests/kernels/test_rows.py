@@ -14,7 +14,7 @@ from crossdock.kernels.poison import launch_poison
 from crossdock.kernels.reduce import launch_reduce_rows
 from crossdock.kernels.rounding import round_to
 from crossdock.kernels.score import launch_score_gradient
-from crossdock.rows import gather_rows, reduce_rows, score_gradient
+from crossdock.rows import gather_gradient, gather_rows, reduce_rows, score_gradient
 from crossdock.testing import assert_bit_equal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,6 +69,20 @@ def test_score_gradient(dtype):
     largest = (rows.double() * grad.double()).abs().sum(1)
     for dot in (dots, plain_dots):
         assert ((dot.double() - exact).abs() <= 50 * torch.finfo(torch.float32).eps * largest).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(9, 1030), (1, 8), (0, 16)], ids=str)
+def test_spreading_and_scaling_in_one_pass(shape, dtype):
+    """More rows than a chunk has, some of them absent."""
+    table, num_rows = _rows(shape, dtype), 600
+    index = torch.arange(num_rows) * 7 % (4 * shape[0] + 1) - 1 if shape[0] else torch.full((num_rows,), -1)
+    rows, scores = _rows((num_rows, shape[1]), dtype), torch.rand(num_rows)
+    scaled = gather_rows(table, index, divisor=4)
+    dots = score_gradient(rows, scaled, scores)
+    one_pass = gather_gradient(table, index, rows=rows, row_scores=scores, divisor=4)
+    assert_bit_equal(one_pass[0], scaled, "scaled gradient")
+    assert_bit_equal(one_pass[1], dots, "dots")
 
 
 def test_a_rows_dot_does_not_depend_on_the_others():

@@ -61,8 +61,8 @@ class _Case(NamedTuple):
 
 
 @cache
-def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str, _Case]:
-    """Every launch that a GPU sees, by name, for rows of this dtype."""
+def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048, *, lent: bool = False) -> dict[str, _Case]:
+    """Every launch that a GPU sees, by name, for rows of this dtype; `lent` where they have been laid out before."""
     found: dict[str, _Case] = {}
     name = ""
 
@@ -76,6 +76,7 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
     (board, *_), count, tile = boards(4), torch.zeros(1, dtype=torch.int64), Tile(4, 1024, 64, 2)
     table, places = board.table, torch.zeros(4, tokens, top_k)
     x, scores, ids = torch.zeros(tokens, x_stride, dtype=dtype)[:, :hidden], places[0], places[0].long()
+    x = x[:0] if lent else x
     home, row_of_slot, rows = ids.int(), places.int(), torch.zeros(320, hidden, dtype=dtype)
     shelf, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(320)
     routing = Routing(ids, scores, table, table, tokens, 4 * local, count)
@@ -170,6 +171,26 @@ def test_numbers_of_a_call_are_no_constants_of_a_kernel():
         for name, argument in case.arguments.items():
             if not isinstance(argument, torch.Tensor) and name not in fixed:
                 assert argument % 2 == 1 and argument > 1, f"{case}: {name} is {argument}"
+
+
+def _compiled_for(case: _Case) -> list[Any]:
+    """All that Triton compiles a kernel for: constants, options, and what it asks of each argument."""
+    facts: list[Any] = [case.constants, case.options, case.helpers]
+    for argument in case.arguments.values():
+        if isinstance(argument, torch.Tensor):
+            facts.append((argument.dtype, argument.data_ptr() % 16 == 0))
+        else:
+            facts.append((argument == 1, argument % 16 == 0))
+    return facts
+
+
+def test_rows_of_an_input_buffer_need_no_kernels_of_their_own():
+    """They are published as no rows at all: then all chunks are told at once, by the kernels that there are."""
+    plain, lent = cases(), cases(lent=True)
+    for name, case in plain.items():
+        assert _compiled_for(lent[name]) == _compiled_for(case), name
+    for name in ("publish rows", "arrange", "arrange and count"):
+        assert [(found[name].arguments["tokens"] - 3) // 2 for found in (plain, lent)] == [64, 0]
 
 
 def test_signals_are_ordered_over_the_whole_system():

@@ -16,6 +16,7 @@ import torch
 from ..group.faults import TransportFault
 from ..group.fingerprint import CallFacts
 from ..group.members import Members
+from ..rows import score_gradient
 from ..types import Reduction, RowCapacity
 
 EVERY_ROW_CAPACITY = frozenset({"exact", "worst_case", "balanced", "calibrated", "rows"})
@@ -211,6 +212,25 @@ class Transport(ABC):
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
         """Bring rows `[R, hidden_dim]` home and add them up by the spec's reduction: `[T, hidden_dim]`."""
 
+    def combine_backward(
+        self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a combine of `rows [R, hidden_dim]` weighted by `row_scores [R]` needs on the way back.
+
+        Returns:
+            The gradient of the rows, `[R, hidden_dim]`, and of the scores, `[T, top_k]` float32.
+        """
+        grad_rows = self.rows_out(grad_out, layout, call)
+        grad_row_scores = score_gradient(rows, grad_rows, row_scores)
+        return grad_rows, self.scalars_home(grad_row_scores, layout, None)
+
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients `[R, hidden_dim]` and `[R]` brought home and added up: `[T, hidden_dim]` and `[T, top_k]`."""
+        dx = self.rows_home(grad_rows, None, layout, call)
+        return dx, self.scalars_home(grad_row_scores, layout, None)
+
     @abstractmethod
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
@@ -230,6 +250,18 @@ class Transport(ABC):
                 "a backend that offers row_capacity calibrated, or no ragged_counts, has to agree on a maximum"
             )
         return value
+
+    def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
+        """A view `[num_tokens, hidden_dim]` of where peers read rows from, for a producer to fill; None: not offered.
+
+        It may be written when every rank has read what was there: in stream order on a GPU, else when this returns. One
+        rank alone asks for it. `dispatch` and `rows_out` know it by its address and copy nothing then; no other
+        movement writes there. The address never changes, and the view has no history in autograd.
+
+        Raises:
+            TransportFault, ContractViolation: ranks that have not read what lies there, and will not.
+        """
+        return None
 
     def fault_flag(self) -> torch.Tensor | None:
         """`[1]` int64 on the device, not 0 once a call was given up that the host may not have heard of.
@@ -282,6 +314,10 @@ class Backend(ABC):
     def preference_on(self, device: torch.device | None) -> Preference:
         """What "auto" thinks of it for rows on this device: `preference`, wherever they are."""
         return self.preference
+
+    def describe(self, spec: TransportSpec, device: torch.device | None) -> str:
+        """In words, how it shares out the work of such a dispatcher, which `explain` prints; empty: nothing to tell."""
+        return ""
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         """Why it cannot serve this shape on this group, in one sentence; None if it can."""

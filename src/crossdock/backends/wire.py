@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..group.fingerprint import NUM_WORDS
 from ..inputs import refuse_bad_ids
 from ..permute import take_or_zero
-from ..rows import gather_rows, new_rows, poisoned, reduce_rows
+from ..rows import gather_gradient, gather_rows, new_rows, poisoned, reduce_rows
 from .base import Call, Demand, Layout, NewSize, Received, Transport, TransportSpec, Weights
 from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
@@ -118,36 +119,31 @@ class WireTransport(Transport):
         return self._spread(table, there.slot_of_row)
 
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
-        there = WireLayout(*layout)
-        opened = self._open(call)
-        sent, arrived, slots_sent, slots_arrived = there.splits.tolist()
-        if self.spec.reduction == "exact":
-
-            def going(part: slice) -> torch.Tensor:
-                return gather_rows(rows, there.row_of_home[part], may_be_absent=self._may_drop)
-
-            home = self._send_home(going, slots_sent, slots_arrived, opened=opened)
-            by_slot = None if weights is None else weights.of_slots
-            return reduce_rows(home, there.home_of_slot, by_slot, nan_if=self.wire.given_up)
-        by_row = None if weights is None else weights.of_rows
-
-        def partial(part: slice) -> torch.Tensor:
-            return reduce_rows(rows, there.row_of_slot[part], by_row)
-
-        home = self._send_home(partial, sent, arrived, opened=opened)
-        return reduce_rows(home, there.sent_of_token, None, nan_if=self.wire.given_up)
+        return self._start_rows_home(rows, weights, WireLayout(*layout), self._open(call))()
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
+        return self._start_scalars(values, WireLayout(*layout), nothing if call is None else self._open(call))()
+
+    def combine_backward(
+        self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         there = WireLayout(*layout)
-        opened = nothing if call is None else self._open(call)
+        opened = self._open(call)
         sent, arrived, _, _ = there.splits.tolist()
+        table, finish = self._start_table(grad_out, there.token_of_sent, sent, arrived, opened=opened)
+        finish()
+        spread = self._spreading(table, there.slot_of_row)
+        grad_rows, grad_row_scores = gather_gradient(**spread, rows=rows, row_scores=row_scores)
+        return grad_rows, self.scalars_home(grad_row_scores, layout, None)
 
-        def by_slot(part: slice) -> torch.Tensor:
-            return take_or_zero(values, there.row_of_slot[part])
-
-        home = self._send_home(by_slot, sent, arrived, rows=False, opened=opened)
-        values = take_or_zero(home.reshape(-1), there.sent_slot_of_slot)
-        return values if self.wire.given_up is None else poisoned(values, self.wire.given_up)
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scalars travel while rows do."""
+        there = WireLayout(*layout)
+        finish_rows = self._start_rows_home(grad_rows, None, there, self._open(call))
+        finish_scalars = self._start_scalars(grad_row_scores, there)
+        return finish_rows(), finish_scalars()
 
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
@@ -217,7 +213,8 @@ class WireTransport(Transport):
     def _are_kept(self, row_of_slot: torch.Tensor, sent: Sent, counts: Counts) -> torch.Tensor:
         """`[T, top_k]` bool: the slots of this rank that have a row, which only the experts' ranks know."""
         has_row = (row_of_slot >= 0).to(torch.uint8)
-        home = self._send_home(lambda part: has_row[part], counts.sent, counts.arrived, rows=False)
+        home, finish = self._start_home(lambda part: has_row[part], counts.sent, counts.arrived, rows=False)
+        finish()
         return take_or_zero(home.reshape(-1), sent.sent_slot_of_slot) > 0
 
     # -- the movements -----------------------------------------------------------------------------------------------
@@ -242,7 +239,52 @@ class WireTransport(Transport):
         gather_rows(x, token_of_sent[num_away:], may_be_absent=False, out=own)
         return table, finish
 
-    def _send_home(
+    def _start_rows_home(
+        self, rows: torch.Tensor, weights: Weights | None, there: WireLayout, opened: Finish
+    ) -> Callable[[], torch.Tensor]:
+        """Start to bring rows home; the returned function waits for them and adds them up."""
+        sent, arrived, slots_sent, slots_arrived = there.splits.tolist()
+        if self.spec.reduction == "exact":
+
+            def going(part: slice) -> torch.Tensor:
+                return gather_rows(rows, there.row_of_home[part], may_be_absent=self._may_drop)
+
+            home, finish = self._start_home(going, slots_sent, slots_arrived, opened=opened)
+            index, by_slot = there.home_of_slot, None if weights is None else weights.of_slots
+        else:
+            by_row = None if weights is None else weights.of_rows
+
+            def partial(part: slice) -> torch.Tensor:
+                return reduce_rows(rows, there.row_of_slot[part], by_row)
+
+            home, finish = self._start_home(partial, sent, arrived, opened=opened)
+            index, by_slot = there.sent_of_token, None
+
+        def add_up() -> torch.Tensor:
+            finish()
+            return reduce_rows(home, index, by_slot, nan_if=self.wire.given_up)
+
+        return add_up
+
+    def _start_scalars(
+        self, values: torch.Tensor, there: WireLayout, opened: Finish = nothing
+    ) -> Callable[[], torch.Tensor]:
+        """Start to bring one scalar a slot home; the returned function waits for them."""
+        sent, arrived, _, _ = there.splits.tolist()
+
+        def by_slot(part: slice) -> torch.Tensor:
+            return take_or_zero(values, there.row_of_slot[part])
+
+        home, finish = self._start_home(by_slot, sent, arrived, rows=False, opened=opened)
+
+        def take() -> torch.Tensor:
+            finish()
+            scalars = take_or_zero(home.reshape(-1), there.sent_slot_of_slot)
+            return scalars if self.wire.given_up is None else poisoned(scalars, self.wire.given_up)
+
+        return take
+
+    def _start_home(
         self,
         make: Callable[[slice], torch.Tensor],
         coming: list[int],
@@ -250,7 +292,7 @@ class WireTransport(Transport):
         *,
         rows: bool = True,
         opened: Finish = nothing,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Finish]:
         """`[sum(coming), ...]`: rows back at the ranks they came for, in table order there.
 
         `make` works out a part of what goes home, in table order: first what travels, then, meanwhile, this rank's own.
@@ -260,9 +302,12 @@ class WireTransport(Transport):
         home = new_rows(sum(coming), away)
         opened()
         finish = self._start(home, away, coming, going, rows)
-        home[home.shape[0] - coming[self.spec.rank] :] = make(slice(num_away, None))
-        finish()
-        return home
+
+        def finish_all() -> None:
+            home[home.shape[0] - coming[self.spec.rank] :] = make(slice(num_away, None))
+            finish()
+
+        return home, finish_all
 
     def _start(
         self, table: torch.Tensor, away: torch.Tensor, arriving: list[int], leaving: list[int], rows: bool
@@ -275,6 +320,14 @@ class WireTransport(Transport):
         return self.wire.start(table[: sum(arriving)], away, arriving, leaving)
 
     def _spread(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> torch.Tensor:
-        may_be_absent = self.spec.expert_alignment > 1 or self._may_drop
-        divisor = self.spec.top_k
-        return gather_rows(table, slot_of_row, divisor=divisor, may_be_absent=may_be_absent, nan_if=self.wire.given_up)
+        return gather_rows(**self._spreading(table, slot_of_row))
+
+    def _spreading(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> dict[str, Any]:
+        """How `gather_rows` spreads what has come over its experts' rows."""
+        return {
+            "table": table,
+            "index": slot_of_row,
+            "divisor": self.spec.top_k,
+            "may_be_absent": self.spec.expert_alignment > 1 or self._may_drop,
+            "nan_if": self.wire.given_up,
+        }

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,8 @@ class _TransformersExchange(Exchange):
         # Ranks hold different batches: expert parallel over all of them, no tensor parallelism.
         mesh = dist.init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("ep", "tp"))
         experts = _IdentityExperts(workload.num_experts // num_ranks)
-        EpDispatchExpertsParallel().install_forward(
-            experts, mesh["ep"], tp_mesh=mesh["tp"], ep_implementation="all_to_all"
-        )
+        parallel: Any = EpDispatchExpertsParallel()
+        parallel.install_forward(experts, mesh["ep"], tp_mesh=mesh["tp"], ep_implementation="all_to_all")
         self._experts = experts
 
     def forward(self, x: torch.Tensor, topk_scores: torch.Tensor, topk_expert_ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ def launch(
     **options: Any,
 ) -> None:
     """Run `kernel` over `grid` on `device`; `options` are constexprs and compiler options such as `num_warps`."""
+    if _standing_in:
+        _standing_in[-1].before_launch(device)
     if device.type != "cuda":
         with _interpreting, numpy.errstate(all="ignore"):  # a device says nothing of overflows either
             wrapped(kernel, device.type, helpers)[tuple(grid)](*args, **options)
@@ -79,10 +82,51 @@ def takes_direct_path(
 @cache
 def wrapped(kernel: Callable[..., None], device_type: str, helpers: tuple[Callable[..., Any], ...] = ()) -> Any:
     """`kernel` for "cuda" (compiled) or "cpu" (interpreted); `helpers` are the plain functions that it calls."""
-    names: dict[str, Any] = {}
-    for helper in helpers:
-        names[helper.__name__] = _wrap(_rebound(helper, names), device_type)
+    stand_ins = _standing_in[-1] if _standing_in else _NOBODY
+    names = dict(stand_ins.constants)
+    for helper in (*stand_ins.helpers, *helpers):
+        name, twin = helper.__name__, stand_ins.twins.get(helper.__name__)
+        if twin is not None:
+            names[f"prompt_{name}"] = _wrap(_rebound(helper, names), device_type)
+        names[name] = _wrap(_rebound(twin or helper, names), device_type)
     return _wrap(_rebound(kernel, names), device_type)
+
+
+class StandIns(NamedTuple):
+    """What takes the place of helpers, see `standing_in`.
+
+    Attributes:
+        twins: by the name of a helper, the function that kernels find under it. As `prompt_<name>` it finds the helper.
+        helpers: further functions that twins call, bound before all others.
+        constants: what twins and these find under such names, before their module's own.
+        before_launch: what the host does before every launch on a device.
+    """
+
+    twins: Mapping[str, Callable[..., Any]]
+    helpers: tuple[Callable[..., Any], ...]
+    constants: Mapping[str, Any]
+    before_launch: Callable[[torch.device], None]
+
+
+_NOBODY = StandIns({}, (), {}, lambda device: None)
+_standing_in: list[StandIns] = []  # the last one counts
+
+
+@contextmanager
+def standing_in(stand_ins: StandIns) -> Iterator[None]:
+    """Build the kernels of this process with other helpers, for tests (see `stress.py`); afterwards as before."""
+    _standing_in.append(stand_ins)
+    _forget_kernels()
+    try:
+        yield
+    finally:
+        _standing_in.pop()
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    wrapped.cache_clear()
+    _variants.cache_clear()
 
 
 class _Variant(NamedTuple):

@@ -256,7 +256,7 @@ def launch_publish_rows(
 ) -> None:
     """Lay out rows `[T, D]` on `shelf [max_tokens, D]`; `begins` where no routing has opened this call.
 
-    `num_sent [1]` is added to `sent [1]` then.
+    `num_sent [1]` is added to `sent [1]` then. Where `x` has no rows, all chunks are told of as the shelf has them.
     """
     if begins and not board.fused:
         launch_wait(board, READ, opening.digest, buffer=ROWS)

@@ -37,7 +37,7 @@ def score_gradient_kernel(
 
 
 def launch_score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torch.Tensor) -> torch.Tensor:
-    """`autograd.score_gradient` for any device: `[R]` float32; `grad_rows [R, D]` is scaled in place."""
+    """`rows.score_gradient` for any device: `[R]` float32; `grad_rows [R, D]` is scaled in place."""
     rows = rows.contiguous()
     out = torch.empty_like(row_scores)
     if rows.numel():

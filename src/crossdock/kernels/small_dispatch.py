@@ -20,7 +20,7 @@ import triton.language as tl
 from .blocks import power_of_two, up_to
 from .launch import launch
 from .publish import Opening
-from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying, wide
+from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying
 from .small import (
     SMALL,
     Inbox,
@@ -36,6 +36,8 @@ from .small import (
     tell_call,
     wait_for_all,
 )
+from .small_receive import RECEIVING, clear_padding, fetch_tile, find_groups, place_tile
+from .small_send import SENDING, push_counts, push_places, push_rows, tell_brought
 
 
 class SmallGroups(NamedTuple):
@@ -54,231 +56,6 @@ class SmallGroups(NamedTuple):
     bad_ids: torch.Tensor
     home_of_slot: torch.Tensor
     num_sent: torch.Tensor
-
-
-# -- what a sender does -----------------------------------------------------------------------------------------------
-
-
-def known_ids(ids_ptr, at, inside, NUM_EXPERTS: tl.constexpr):
-    """Ids as int32; -1 where there is none, or none in the range."""
-    ids = tl.load(ids_ptr + at, mask=inside, other=-1)
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1).to(tl.int32)
-
-
-def push_rows(
-    x_ptr, ids_ptr, rows_table_ptr, half, num_tokens, hidden_dim, x_stride, max_tokens, rank, first, step,
-    NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Push tiles of rows to every other rank that wants them, as program `first` of `step`."""
-    inboxes = ()
-    for nth in tl.static_range(1, EP_SIZE):
-        address = tl.load(rows_table_ptr + (rank + nth) % EP_SIZE)
-        inboxes += (tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16),)  # type: ignore[assignment]
-    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
-    num_tiles = (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS * num_parts
-    for tile in range(first, num_tiles, step):
-        token = tile // num_parts * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-        brought, inside = token < num_tokens, (col < hidden_dim)[None, :]
-        token = token.to(tl.int64)
-        value = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=brought[:, None] & inside, other=0.0)
-        ranks = tl.full((BLOCK_ROWS,), 0, tl.int32)  # one bit each
-        for slot in tl.static_range(TOP_K):
-            ids = known_ids(ids_ptr, token * TOP_K + slot, brought, NUM_EXPERTS)
-            ranks = tl.where(ids >= 0, ranks | (1 << (tl.where(ids >= 0, ids, 0) // NUM_LOCAL)), ranks)
-        at = ((half * EP_SIZE + rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
-        for nth in tl.static_range(1, EP_SIZE):
-            wanted = (ranks >> ((rank + nth) % EP_SIZE)) & 1
-            tl.store(inboxes[nth - 1] + at, value, mask=(wanted != 0)[:, None] & inside)
-
-
-def push_places(
-    ids_ptr, scores_ptr, places_table_ptr, scores_table_ptr, home_ptr, half, num_tokens, max_tokens, rank, block,
-    NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr,
-    PLACES: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """Number the slots of one block of tokens among all that name the same expert, and push them to every rank."""
-    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
-    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
-    at, inside = token * TOP_K + slot, (token < num_tokens) & (slot < TOP_K)
-    ids = known_ids(ids_ptr, at, inside, NUM_EXPERTS)
-    score = tl.load(scores_ptr + at, mask=inside, other=0.0)
-    peer = tl.arange(0, EP_BLOCK)
-    places_there = tl.load(places_table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int32))
-    scores_there = tl.load(scores_table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.float32))
-    before = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
-    end = tl.where((block + 1) * BLOCK < num_tokens, (block + 1) * BLOCK, num_tokens) * TOP_K
-    for start in range(0, end, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        other_ids = known_ids(ids_ptr, other, other < end, NUM_EXPERTS)
-        same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < at[:, None])
-        before += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
-    home = tl.where(ids >= 0, ids // NUM_LOCAL, -1)
-    tl.store(home_ptr + at, home, mask=inside)
-    place = tl.where(ids >= 0, ids % NUM_LOCAL, 0) * PLACES + before
-    there = (half * EP_SIZE + rank) * max_tokens * TOP_K + at
-    pushed = (peer < EP_SIZE)[:, None] & inside[None, :]
-    here = home[None, :] == peer[:, None]
-    tl.store(places_there[:, None] + there[None, :], tl.where(here, place[None, :], -1), mask=pushed)
-    tl.store(scores_there[:, None] + there[None, :], score[None, :], mask=pushed & here)
-
-
-def push_counts(
-    ids_ptr, counts_table_ptr, half, num_tokens, rank, to_rank, NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    LOCAL_BLOCK: tl.constexpr, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Count the slots of every expert of one rank, and push that to it."""
-    counts_there = tl.load(counts_table_ptr + to_rank).to(tl.pointer_type(tl.int32))
-    local = tl.arange(0, LOCAL_BLOCK)
-    count = tl.full((LOCAL_BLOCK,), 0, tl.int32)
-    end = num_tokens * TOP_K
-    for start in range(0, end, COUNTED):
-        at = start + tl.arange(0, COUNTED)
-        expert = known_ids(ids_ptr, at, at < end, NUM_EXPERTS) - to_rank * NUM_LOCAL
-        count += tl.reduce((local[:, None] == expert[None, :]).to(tl.int32), 1, tl.standard._sum_combine)
-    tl.store(counts_there + (half * EP_SIZE + rank) * NUM_LOCAL + local, count, mask=local < NUM_LOCAL)
-
-
-def tell_brought(
-    ids_ptr, words, half, rank, num_tokens, NUM_EXPERTS: tl.constexpr,
-    NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr,
-    EP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Count rows that other ranks get and ids outside the range; tell all what this rank brings."""
-    slot = tl.arange(0, TOP_K_BLOCK)
-    num_sent, num_bad = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
-        ids = tl.load(ids_ptr + token[:, None] * TOP_K + slot[None, :], mask=inside, other=-1)
-        bad = ((ids < -1) | (ids >= NUM_EXPERTS)).to(tl.int32)
-        num_bad += tl.reduce(tl.reduce(bad, 1, tl.standard._sum_combine), 0, tl.standard._sum_combine)
-        home = tl.where((ids < 0) | (ids >= NUM_EXPERTS), -1, ids // NUM_LOCAL).to(tl.int32)
-        for to_rank in range(EP_SIZE):
-            named = ((home == to_rank) & (to_rank != rank)).to(tl.int32)
-            sent = (tl.reduce(named, 1, tl.standard._sum_combine) > 0).to(tl.int32)
-            num_sent += tl.reduce(sent, 0, tl.standard._sum_combine)
-    peer = tl.arange(0, EP_BLOCK)
-    nothing = tl.full((EP_BLOCK,), 0, tl.int64)
-    brought = wide(num_tokens) + num_bad.to(tl.int64) * 4294967296
-    tl.store(words + (23 + half) * EP_SIZE + rank, nothing + brought, mask=peer < EP_SIZE)
-    return num_sent
-
-
-# -- what a receiver does ---------------------------------------------------------------------------------------------
-
-
-def find_groups(
-    counts_ptr, groups_ptr, padding_ptr, kept_ptr, wanted_ptr, ends_ptr, half, capacity, alive, tells,
-    ALIGNMENT: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr,
-    EP_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Padded groups one after the other, cut off at the capacity, as `arrange.fit_groups` does it.
-
-    `groups [ep_size + 2, e]`: the first row of every source rank's slots by expert; then where padding begins and ends.
-    """
-    expert = tl.arange(0, LOCAL_BLOCK)
-    known = expert < NUM_LOCAL
-    source = tl.arange(0, EP_BLOCK)[:, None]
-    within = (source < EP_SIZE) & known[None, :]
-    at = source * NUM_LOCAL + expert[None, :]
-    counts = tl.load(counts_ptr + half * EP_SIZE * NUM_LOCAL + at, mask=within & alive, other=0)
-    wanted = tl.reduce(counts, 0, tl.standard._sum_combine)
-    before = tl.associative_scan(counts, 0, tl.standard._sum_combine) - counts
-    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
-    start = end - padded
-    room = tl.where(capacity > start, capacity - start, 0)
-    kept = tl.where(wanted < room, wanted, room)
-    inside = tl.where(end < capacity, end, capacity)
-    start = tl.where(start < capacity, start, capacity)
-    tl.store(groups_ptr + at, start[None, :] + before, mask=within)
-    tl.store(groups_ptr + EP_SIZE * NUM_LOCAL + expert, start + kept, mask=known)
-    tl.store(groups_ptr + (EP_SIZE + 1) * NUM_LOCAL + expert, inside, mask=known)
-    told = known & tells
-    tl.store(padding_ptr + expert, (start + kept).to(tl.int64), mask=told)
-    tl.store(padding_ptr + NUM_LOCAL + expert, inside.to(tl.int64), mask=told)
-    tl.store(kept_ptr + expert, kept.to(tl.int64), mask=told)
-    tl.store(wanted_ptr + expert, wanted.to(tl.int64), mask=told)
-    tl.store(ends_ptr + expert, inside, mask=told)
-    tl.debug_barrier()
-
-
-def fetch_tile(
-    x_ptr, inbox_ptr, places_ptr, brought_ptr, half, tile, num_tiles, num_tokens, bound, hidden_dim, x_stride,
-    max_tokens, rank, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Load one tile of what is in the inbox or, for this rank's own tokens, of `x`; and where it goes.
-
-    All loads go out at once: rows that nobody wants here, or that their rank has not brought, are loaded in vain.
-    """
-    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
-    num_blocks = (bound + BLOCK_ROWS - 1) // BLOCK_ROWS
-    from_rank = (rank + 1 + tile // (num_parts * num_blocks)) % EP_SIZE
-    token = tile // num_parts % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    own = from_rank == rank
-    there = (token < tl.where(own, num_tokens, bound)) & (tile < num_tiles)
-    in_inbox = (half * EP_SIZE + from_rank) * max_tokens + token
-    row_ptr = tl.where(own, x_ptr + token.to(tl.int64) * x_stride, inbox_ptr + in_inbox * hidden_dim)
-    brought = tl.load(brought_ptr + from_rank)
-    places = ()
-    for slot in tl.static_range(TOP_K):
-        places += (tl.load(places_ptr + in_inbox * TOP_K + slot, mask=there, other=-1),)  # type: ignore[assignment]
-    value = tl.load(row_ptr[:, None] + col[None, :], mask=there[:, None] & (col < hidden_dim)[None, :], other=0.0)
-    return value, brought, places
-
-
-def place_tile(
-    value, brought, places, scores_ptr, groups_ptr, row_of_slot_ptr, row_scores_ptr, out_ptr, half, tile, bound,
-    hidden_dim, max_tokens, rank, alive, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
-    EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Store one tile at all of its rows; the first part of columns also tells which they are."""
-    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
-    num_blocks = (bound + BLOCK_ROWS - 1) // BLOCK_ROWS
-    from_rank = (rank + 1 + tile // (num_parts * num_blocks)) % EP_SIZE
-    token = tile // num_parts % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    num_tokens = tl.where(alive, (brought & 0xFFFFFFFF).to(tl.int32), 0)
-    rows = ()
-    for slot in tl.static_range(TOP_K):
-        here = (places[slot] >= 0) & (token < num_tokens)
-        expert = tl.where(here, places[slot] // PLACES, 0)
-        row = tl.load(groups_ptr + from_rank * NUM_LOCAL + expert) + places[slot] % PLACES
-        fits = row < tl.load(groups_ptr + EP_SIZE * NUM_LOCAL + expert)
-        rows += (tl.where(here, tl.where(fits, row, -2), -1),)  # type: ignore[assignment]
-    for slot in tl.static_range(TOP_K):
-        at = out_ptr + rows[slot].to(tl.int64)[:, None] * hidden_dim + col[None, :]
-        tl.store(at, value, mask=(rows[slot] >= 0)[:, None] & (col < hidden_dim)[None, :])
-    if tile % num_parts == 0:
-        in_inbox = (half * EP_SIZE + from_rank) * max_tokens + token
-        for slot in tl.static_range(TOP_K):
-            row = rows[slot]
-            tl.store(row_of_slot_ptr + (from_rank * bound + token) * TOP_K + slot, row, mask=token < bound)
-            score = tl.load(scores_ptr + in_inbox * TOP_K + slot, mask=row >= 0, other=0.0)
-            tl.store(row_scores_ptr + row, score, mask=row >= 0)
-
-
-def clear_padding(
-    groups_ptr, row_scores_ptr, out_ptr, hidden_dim, first, step,
-    NUM_LOCAL: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Padding rows become zero, in parts of columns."""
-    num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
-    for part in range(first, NUM_LOCAL * num_parts, step):
-        expert = part // num_parts
-        col = part % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-        begin = tl.load(groups_ptr + EP_SIZE * NUM_LOCAL + expert)
-        end = tl.load(groups_ptr + (EP_SIZE + 1) * NUM_LOCAL + expert)
-        for row in range(begin, end):
-            tl.store(out_ptr + wide(row) * hidden_dim + col, 0.0, mask=col < hidden_dim)
-            if part % num_parts == 0:
-                tl.store(row_scores_ptr + row, 0.0)
-
-
-# -- the kernel -------------------------------------------------------------------------------------------------------
 
 
 def dispatch_small_kernel(
@@ -434,10 +211,7 @@ def dispatch_small_kernel(
             poison(row_scores_ptr, num_rows, first, programs, BLOCK_COLS)
 
 
-HELPERS = (
-    *SIGNALLING, *SMALL, known_ids, push_rows, push_places, push_counts, tell_brought, find_groups, fetch_tile,
-    place_tile, clear_padding,
-)  # fmt: skip
+HELPERS = (*SIGNALLING, *SMALL, *SENDING, *RECEIVING)
 
 
 def launch_dispatch_small(

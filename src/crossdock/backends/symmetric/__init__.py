@@ -30,6 +30,11 @@ class SymmetricBackend(Backend):
         """On a CPU its kernels are interpreted, which is for tests."""
         return "fallback" if device is not None and device.type == "cuda" else "never"
 
+    def describe(self, spec: TransportSpec, device: torch.device | None) -> str:
+        from .plan import Plan
+
+        return "" if device is None else str(Plan.of(spec, device))
+
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.transport == "none":
             return "torch.distributed is not initialised"

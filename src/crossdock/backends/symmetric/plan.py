@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         """With `num_sms`, no kernel that moves data has more programs; else as measured, see docs/measurements.md."""
         tokens = -(-spec.num_max_tokens_per_rank // NUM_CHUNKS)
         chunk_len = -(-tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-        num_rows = spec.num_max_tokens_per_rank * spec.ep_size
+        num_rows, sms = spec.num_max_tokens_per_rank * spec.ep_size, _processors(device)
 
         def tile(programs: int, rows: int = 4) -> Tile:
             return row_tile(device, spec.hidden_dim, num_rows, max(1, programs), rows)
@@ -51,16 +51,23 @@ class Plan(NamedTuple):
             half = max(1, spec.num_sms // 2)
             rest = spec.num_sms - half
             pull, give, take = tile(spec.num_sms, 8), tile(rest, 8), tile(half, 8)
-            return cls(chunk_len, half, tile(rest), pull, give, take, _bulk_blocks(spec, device), _small(device))
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+            small = min(spec.num_sms, sms)
+            return cls(chunk_len, half, tile(rest), pull, give, take, _bulk_blocks(spec, device), small)
         # All that wait for each other fit the device at once: two programs of arranging and copying to a processor,
         # and four of a combine.
-        return cls(chunk_len, sms, tile(sms), tile(2 * sms), tile(3 * sms, 2), tile(sms, 4), small=_small(device))
+        return cls(chunk_len, sms, tile(sms), tile(2 * sms), tile(3 * sms, 2), tile(sms, 4), small=sms)
+
+    def __str__(self) -> str:
+        """Programs of each kernel at most, as `crossdock.explain` prints them."""
+        pull = f"{self.bulk_blocks} pull in bulk" if self.bulk_blocks else f"{self.pull.max_programs} pull"
+        dispatch = f"{self.arrangers} arrange, {self.copy.max_programs} publish, {pull}"
+        combine = f"{self.give.max_programs} give, {self.take.max_programs} take"
+        return f"programs of a dispatch: {dispatch}; of a combine: {combine}; of a small batch: {self.small}"
 
 
-def _small(device: torch.device) -> int:
-    """The kernels for small batches have run on CPUs only so far, where one program does all."""
-    return 0 if device.type == "cuda" else 1
+def _processors(device: torch.device) -> int:
+    """Of a GPU; in the interpreter one program does all."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _bulk_blocks(spec: TransportSpec, device: torch.device) -> int:

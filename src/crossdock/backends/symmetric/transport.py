@@ -5,6 +5,9 @@ where rows go among those of its experts, and pulls each row once. A combine lay
 source rank's tokens get from it, and their rank pulls and adds up: one share a rank in `fast`, one slot after the other
 in `exact`. Where batches are small and capacities known, one kernel does a whole dispatch or `fast` combine, by pushing
 (`kernels/small.py`); the bits are the same.
+
+Where a dispatch lays out its rows can be lent to their producer (`input_buffer`). Then they are where peers read them,
+and are published as no rows at all, so that all chunks are told at once.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ...inputs import refuse_bad_ids
 from ...kernels.arrange import Groups, Routed, RowsToPublish, launch_arrange, launch_place
@@ -19,15 +23,17 @@ from ...kernels.combine import Shares, launch_combine, launch_combine_slot
 from ...kernels.publish import Opening, Routing, launch_publish_routing, launch_publish_rows
 from ...kernels.pull import launch_pull_rows
 from ...kernels.scalars import Slips, launch_swap_scalars
-from ...kernels.signal import GIVEN_UP, READ, ROUTED, ROWS, TOKENS, launch_tell, launch_wait
+from ...kernels.signal import GIVEN_UP, READ, ROUND_SHIFT, ROUTED, ROWS, TOKENS, digest_of, launch_tell, launch_wait
 from ...kernels.small import Inbox, fits_small, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
-from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
+from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportFault, TransportSpec, Weights
 from .plan import Plan
 from .rounds import Rounds, notes_spec, signals_spec
+
+_OF_NO_CALL = digest_of(())
 
 
 class SymmetricLayout(NamedTuple):
@@ -97,6 +103,9 @@ class SymmetricTransport(Transport):
         self.rounds = Rounds(spec, self.workspace, device, link.on_expiry)
         self.plan = Plan.of(spec, device)
         self._inbox = self._new_inbox()
+        shelf = self.workspace.own["rows"]
+        self._shelf_at = range(shelf.data_ptr(), shelf.data_ptr() + shelf.nbytes)
+        self._has_lent = False
         self._host_syncs = 0
         self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted by the kernels that lay them out
         self._sent_other_bytes = 0
@@ -199,6 +208,18 @@ class SymmetricTransport(Transport):
         self.rounds.look()
         return int(max(values[number % 2]))
 
+    def input_buffer(self, num_tokens: int) -> torch.Tensor:
+        self.rounds.look()
+        try:
+            with self.rounds.waiting():
+                launch_wait(self.rounds.board, READ, _OF_NO_CALL, buffer=ROWS)
+        except TransportFault as fault:
+            blamed = self._readers() if fault.expired else ()
+            raise TransportFault(str(fault), blamed, expired=fault.expired) from fault
+        shelf, self._has_lent = self.workspace.own["rows"], True
+        increment_version(shelf)  # what autograd has saved of an earlier view is about to be overwritten
+        return shelf[:num_tokens].detach()
+
     def look(self) -> None:
         self.rounds.look()
 
@@ -278,7 +299,7 @@ class SymmetricTransport(Transport):
         board, plan, spec = self.rounds.board, self.plan, self.spec
         meanwhile = None
         if board.fused:
-            meanwhile = RowsToPublish(x, self.workspace.own["rows"], plan.chunk_len, plan.copy)
+            meanwhile = RowsToPublish(self._to_copy(x), self.workspace.own["rows"], plan.chunk_len, plan.copy)
         else:
             self._publish_rows(opening, x, num_sent, begins=False)
         size = (spec.expert_alignment, spec.num_local_experts, num_rows, plan.arrangers)
@@ -300,10 +321,25 @@ class SymmetricTransport(Transport):
         return launch_place(board, opening.digest, routed, groups, self.spec.expert_alignment, num_rows, plan.arrangers)
 
     def _publish_rows(self, opening: Opening, x: torch.Tensor, num_sent: torch.Tensor, *, begins: bool) -> None:
-        shelf, plan = self.workspace.own["rows"], self.plan
+        shelf, plan, rows = self.workspace.own["rows"], self.plan, self._to_copy(x)
         launch_publish_rows(
-            self.rounds.board, opening, x, shelf, num_sent, self._sent_rows, plan.chunk_len, plan.copy, begins=begins
+            self.rounds.board, opening, rows, shelf, num_sent, self._sent_rows, plan.chunk_len, plan.copy, begins=begins
         )
+
+    def _to_copy(self, x: torch.Tensor) -> torch.Tensor:
+        """What of `x` is not yet where peers read it: nothing of a view that was lent; its chunks are told at once."""
+        if x.data_ptr() in self._shelf_at:
+            if x.data_ptr() == self._shelf_at.start and x.is_contiguous():
+                return x[:0]
+            x = x.clone(memory_format=torch.contiguous_format)  # it would be overwritten while it is read
+        if self._has_lent:
+            increment_version(self.workspace.own["rows"])
+        return x
+
+    def _readers(self) -> list[int]:
+        """Ranks that have not read yet what lies in `rows`; on a CPU."""
+        board = self.rounds.board
+        return (board.signals[READ] >> ROUND_SHIFT < board.state[ROWS]).nonzero().flatten().tolist()
 
     def _pull(self, layout: SymmetricLayout, opening: Opening, row_scores: torch.Tensor | None) -> torch.Tensor:
         """Rows `[R, D]` along a layout, from what all ranks publish; the end of their round."""
