@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from crossdock.bench import Record
 from crossdock.bench.tables import as_markdown
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
-MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|bench) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BENCH_COLUMNS = ("SMs", "operation", "eager us", "% of f", "in a graph us", "% of f", "host us", "in grad mode")
 
 
 def main() -> None:
@@ -18,13 +22,50 @@ def main() -> None:
 
 
 def with_tables(page: str) -> str:
-    return MARKED.sub(lambda found: found[1] + tables_of(found[2]) + found[3], page)
+    write = {"table": tables_of, "bench": bench_of}
+    return MARKED.sub(lambda found: found[1] + write[found[2]](found[3]) + found[4], page)
 
 
 def tables_of(name: str) -> str:
-    record = Record.read(ROOT / "benchmarks" / "results" / f"{name}.json")
+    record = Record.read(RESULTS / f"{name}.json")
     facts = ", ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in record.machine.items())
     return "\n".join([f"Machine: {facts}.", "", *(as_markdown(part) + "\n" for part in record.comparisons), ""])
+
+
+def bench_of(name: str) -> str:
+    """A record of `crossdock bench`: a table for each workload and backend."""
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    versions = ", ".join(f"{part} {version}" for part, version in record["versions"].items())
+    ceilings = record["ceilings"]
+    links = ", ".join(f"{kind} {ceilings[f'{kind}_gb_per_s']:.0f}" for kind in ("put", "get", "copy", "collective"))
+    head = f"`{record['command']}` on {', '.join(record['machine']['gpus'])}; {versions}. Ceilings, GB/s: {links}."
+    figures: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for figure in record["figures"]:
+        sizes = figure["workload"]
+        shape = f"{sizes['num_tokens']} x {sizes['hidden_dim']}, {sizes['num_experts']} experts, {sizes['routing']}"
+        title = f"`{sizes['name']}` ({shape}), {figure['backend']}, {figure['capacity']}"
+        row = (str(figure["num_sms"] or "auto"), figure["operation"])
+        figures.setdefault(title, {}).setdefault(row, {})[figure["mode"]] = figure
+    return "\n".join([head, "", *(_bench_table(title, rows) for title, rows in figures.items()), ""])
+
+
+def _bench_table(title: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    lines = [BENCH_COLUMNS, ("---", "---") + ("---:",) * (len(BENCH_COLUMNS) - 2)]
+    for row, modes in rows.items():
+        times = [text for mode in ("eager", "graph") for text in _time(modes.get(mode))]
+        host = [_number(next(iter(modes.values()))[key]) for key in ("host_us", "host_grad_us")]
+        lines.append((*row, *times, *host))
+    return "\n".join([f"{title}:", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def _time(figure: dict[str, Any] | None) -> tuple[str, str]:
+    if figure is None:
+        return "", ""
+    return f"{figure['us']['median']:.1f}", _number(figure["pct_of_floor"])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from typing import Any
 
 import torch
 import torch.distributed as dist

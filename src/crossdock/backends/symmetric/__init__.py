@@ -28,7 +28,7 @@ class SymmetricBackend(Backend):
 
     def preference_on(self, device: torch.device | None) -> Preference:
         """On a CPU its kernels are interpreted, which is for tests."""
-        return "fallback" if device is not None and device.type == "cuda" else "never"
+        return "preferred" if device is not None and device.type == "cuda" else "never"
 
     def describe(self, spec: TransportSpec, device: torch.device | None) -> str:
         from .plan import Plan

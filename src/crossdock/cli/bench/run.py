@@ -79,15 +79,16 @@ def run(plan: Plan) -> Finished | None:
 
 
 def _measure_all(plan: Plan, ranks: Ranks, progress: Progress) -> Finished:
-    task = progress.add_task("ceilings of links and memory", total=None)
-    finished = Finished(ceilings=ranks(ceilings_here))
+    task, refused = progress.add_task("", total=None), dict[str, str]()
     cells = []
     for job in plan.jobs:
         progress.update(task, description=f"who can serve {job.workload.name}")
-        cells += [(job.workload, contender) for contender in _contenders(plan, job, ranks, finished.refused)]
+        cells += [(job.workload, contender) for contender in _contenders(plan, job, ranks, refused)]
     if not cells:
-        why = "; ".join(f"{name}: {why}" for name, why in finished.refused.items())
+        why = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise ConfigError(f"no backend can serve any workload here: {why}")
+    progress.update(task, description="ceilings of links and memory")
+    finished = Finished(ceilings=ranks(ceilings_here), refused=refused)
     progress.update(task, total=len(cells))
     for workload, contender in cells:
         progress.update(task, description=f"{workload.name}, {workload.routing}: {contender.backend}")

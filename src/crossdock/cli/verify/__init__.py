@@ -20,6 +20,10 @@ def verify(
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="With --device cuda: ranks may share a GPU, by turns; not with NCCL.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(help="Sets of ranks that share the cells, where a machine has cores for them; not by torchrun."),
+    ] = 1,
     full: Annotated[bool, typer.Option("--full", help="The whole workload grid, not pairs of its values.")] = False,
     only: Annotated[str | None, typer.Option(help="Only cells whose description contains this text.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all cells and the machine to this file.")] = None,
@@ -36,7 +40,7 @@ def verify(
     from .run import run
 
     try:
-        plan = make_plan(backend, ranks, device, share_gpus, full, only, json)
+        plan = make_plan(backend, ranks, device, share_gpus, jobs, full, only, json)
         finished = run(plan)
     except KeyboardInterrupt:
         print("interrupted; all ranks have ended", file=sys.stderr)

@@ -25,6 +25,7 @@ class Plan:
         num_ranks: ranks of the group.
         device_type: "cpu" or "cuda".
         share_gpus: whether there are more ranks than CUDA devices, and ranks share them.
+        jobs: sets of ranks that share the cells.
         full: the whole grid.
         torchrun: whether the ranks are torchrun's.
         cells: what will be run.
@@ -37,6 +38,7 @@ class Plan:
     num_ranks: int
     device_type: str
     share_gpus: bool
+    jobs: int
     full: bool
     torchrun: bool
     cells: tuple[Cell, ...]
@@ -54,7 +56,14 @@ class Plan:
 
 
 def make_plan(
-    backend: str, ranks: int | None, device: str, share_gpus: bool, full: bool, only: str | None, json: Path | None
+    backend: str,
+    ranks: int | None,
+    device: str,
+    share_gpus: bool,
+    jobs: int,
+    full: bool,
+    only: str | None,
+    json: Path | None,
 ) -> Plan:
     """Check all options.
 
@@ -64,6 +73,8 @@ def make_plan(
     """
     traits = traits_of(backend)
     num_ranks, torchrun = _num_ranks(backend, ranks)
+    if jobs < 1 or (jobs > 1 and torchrun):
+        raise ConfigError(f"--jobs must be at least 1, and 1 under torchrun, got {jobs}")
     if json is not None and not json.absolute().parent.is_dir():
         raise ConfigError(f"--json {json} is in a folder that does not exist")
     cells = conformance_cells(num_ranks, full=full)
@@ -76,6 +87,7 @@ def make_plan(
         num_ranks=num_ranks,
         device_type=_device_type(backend, device, share_gpus, num_ranks, traits),
         share_gpus=share_gpus and torch.cuda.device_count() < _num_ranks_here(backend, num_ranks),
+        jobs=jobs,
         full=full,
         torchrun=torchrun,
         cells=chosen,

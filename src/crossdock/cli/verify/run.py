@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -65,8 +67,26 @@ def run(plan: Plan) -> Finished | None:
 
 
 def _run_here(plan: Plan) -> list[list[CellResult]]:
-    with _runner(plan) as runner:
-        return [_merged(_run_one(runner, plan, cell)) for cell in _with_progress(plan.cells)]
+    """Every one of `jobs` sets of ranks takes the next cell when it is done with one."""
+    free: SimpleQueue[Runner] = SimpleQueue()
+
+    def work(cell: Cell) -> list[CellResult]:
+        runner = free.get()
+        try:
+            return _merged(_run_one(runner, plan, cell))
+        finally:
+            free.put(runner)
+
+    with ThreadPoolExecutor(plan.jobs) as threads, ExitStack() as sets:  # left first, which ends what is under way
+        for _ in range(plan.jobs):
+            free.put(sets.enter_context(_runner(plan)))
+        answers = [threads.submit(work, cell) for cell in plan.cells]
+        try:
+            with closing(_with_progress(plan.cells)) as shown:
+                return [answer.result() for _, answer in zip(shown, answers, strict=True)]
+        except BaseException:  # an interrupt: nothing more shall start
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 @contextmanager
@@ -128,7 +148,7 @@ def _merged(by_rank: list[list[CellResult]]) -> list[CellResult]:
     return [next((r for r in results if r.status == "failed"), results[0]) for results in zip(*by_rank, strict=True)]
 
 
-def _with_progress(cells: Iterable[Cell]) -> Iterator[Cell]:
+def _with_progress(cells: Iterable[Cell]) -> Generator[Cell, None, None]:
     cells = list(cells)
     columns = (
         TextColumn("{task.description}"),

@@ -66,15 +66,10 @@ def _wrong_dispatches(dispatcher: TokenDispatcher, problem: Problem, seat: Seat)
             ids.new_zeros(too_many, top_k),
         ),
         "a histogram of the wrong length": (x, scores, ids, torch.ones(3, dtype=torch.int64, device=x.device)),
-        "a histogram that is wrong": (
-            x,
-            scores,
-            ids,
-            torch.zeros(config.num_experts, dtype=torch.int64, device=x.device),
-        ),
     }
-    if seat.device.type == "cpu":  # elsewhere an id is looked at on the device, and refused by the whole group
+    if seat.device.type == "cpu":  # elsewhere ids are looked at on the device, and refused by the whole group
         cases |= {
+            "a histogram that is wrong": (x, scores, ids, torch.zeros(config.num_experts, dtype=torch.int64)),
             "an id of num_experts": (x, scores, far),
             "an id of -2": (x, scores, negative),
             "an id of 2**31": (x, scores, beyond),
