@@ -176,6 +176,9 @@ def _operations(opened: transport.SymmetricTransport) -> dict[str, Callable[[], 
     def home() -> torch.Tensor:
         return opened.rows_home(there[0].rows, Weights(scores, there[0].row_scores), there[0].layout, call)
 
+    def lent() -> None:
+        there.append(opened.dispatch(opened.input_buffer(3).copy_(x), scores, ids, None, call))
+
     operations: dict[str, Callable[[], object]] = {
         "dispatch": lambda: there.append(opened.dispatch(x, scores, ids, None, call)),
         "dispatch to a capacity": lambda: there.append(opened.dispatch(x, scores, ids, 8, call)),
@@ -184,6 +187,7 @@ def _operations(opened: transport.SymmetricTransport) -> dict[str, Callable[[], 
         "scalars": lambda: opened.scalars_home(there[0].row_scores, there[0].layout, call),
         "agree": lambda: opened.agree_max(3, call),
         "refused": refused,
+        "dispatch of what was lent": lent,
     }
     return operations
 
@@ -199,12 +203,15 @@ def traces() -> dict[str, Trace]:
             opened = _opened(reduction) if capacity is None else _opened(reduction, row_capacity=capacity)
             before: list[str] = []
             for operation, act in _operations(opened).items():
-                if capacity is not None and operation == "dispatch":
+                if capacity is not None and operation in ("dispatch", "dispatch of what was lent"):
                     continue
                 steps.clear()
                 act()
                 if operation == "agree":
                     steps.insert(steps.index(Step("wait", "routed")) + 1, Step("read", "tokens"))  # by the host
+                if operation == "dispatch of what was lent":  # the producer writes in the place of the kernel
+                    steps.remove(Step("write", "rows"))
+                    steps.insert(1, Step("write", "rows", begins=True))
                 small = any(step.what.endswith("small") for step in steps)
                 name = f"small {operation}" if small else operation
                 trace = Trace(steps.copy(), tuple(before), *_board_at_the_end(opened.rounds.board))
@@ -348,7 +355,7 @@ def explore(micros: Sequence[Micro]) -> Found:
 
 _OPERATIONS = (
     "dispatch", "refused", "rows out", "combine fast", "combine exact", "scalars", "agree",
-    "small combine fast",
+    "small combine fast", "dispatch of what was lent",
 )  # fmt: skip
 
 
@@ -364,6 +371,9 @@ def test_operations_are_what_they_say(traces: dict[str, Trace]):
         Step("wait", "chunks"), Step("read", "rows"), done,
     ]  # fmt: skip
     assert traces["dispatch to a capacity"].steps == traces["dispatch"].steps
+    lent = [free, Step("write", "rows", begins=True), *traces["dispatch"].steps]
+    lent.remove(Step("write", "rows"))
+    assert traces["dispatch of what was lent"].steps == lent
     assert traces["refused"].steps == [*beginning, *laid_out, Step("wait", "routed"), *routing, done]
     assert traces["agree"].steps == [free, told, Step("wait", "routed"), Step("read", "tokens"), done]
     for name, place, rounds in (
@@ -423,6 +433,12 @@ def test_what_is_left_out_is_missed(traces: dict[str, Trace], call: str, what: s
     kept = [micro for micro in micros if not (micro.what == what and micro.word.split()[0] == word)]
     assert len(kept) < len(micros)
     assert explore(kept).wrong.startswith(wrong)
+
+
+def test_a_lender_that_does_not_wait_is_missed(traces: dict[str, Trace]):
+    lending, *others = traces["dispatch of what was lent"].steps
+    assert lending == Step("wait", "read", "rows")
+    assert explore(micro_steps(3 * others)).wrong.startswith("read rows")
 
 
 def test_one_of_many_waits_that_is_left_out_is_missed(traces: dict[str, Trace]):
