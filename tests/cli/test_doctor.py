@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-
-def doctor(*arguments: str, path: Path | None = None) -> str:
-    environment = {**os.environ, "COLUMNS": "200"}
-    if path is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "crossdock.cli", "doctor", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.cli.commands import crossdock, typed
 
 
 def test_the_tables():
-    said = doctor()
+    done = typed("doctor", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     for word in ("python", "torch", "Gloo", "NCCL", "triton", "deep_ep"):
         assert word in said
     assert "local       chosen" in said
@@ -30,7 +23,10 @@ def test_the_tables():
 def test_installed_is_not_loadable(tmp_path: Path):
     (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem.so: undefined symbol')\n")
     (tmp_path / "uccl.py").write_text("import os; os._exit(9)\n")
-    record: dict[str, Any] = json.loads(doctor("--json", path=tmp_path))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])  # of the processes that load one each
+    done = crossdock("doctor", "--json", PYTHONPATH=path)
+    assert done.exit_code == 0, done.output
+    record: dict[str, Any] = json.loads(done.stdout)
     findings = {finding["name"]: finding for finding in record["findings"]}
     assert findings["deep_ep"]["status"] == "broken"
     assert "OSError: libnvshmem.so: undefined symbol" in findings["deep_ep"]["detail"]

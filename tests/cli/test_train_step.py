@@ -13,7 +13,7 @@ from crossdock.bench.timing import Spread
 from crossdock.bench.train_step import StepRun, cases_of, run_case
 from crossdock.bench.train_step_model import SIZES
 from crossdock.cli.bench.train_step import Measured, Pair
-from tests.cli.test_bench import crossdock
+from tests.cli.commands import crossdock, typed
 from tests.conftest import Ranks
 
 SIZES_HERE = dataclasses.replace(SIZES["cpu"], num_layers=1, num_tokens=13, hidden_dim=16, ffn_dim=16)
@@ -23,7 +23,7 @@ QUICK = ["--device", "cpu", "--layers", "1", "--tokens", "16", "--hidden", "16",
 def test_both_routings_with_a_record(tmp_path: Path):
     record = tmp_path / "step.json"
     done = crossdock("bench", "train-step", *QUICK, "--json", str(record))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert done.stdout.count("losses of all steps: the same bits") == 2
     assert "host reads of counts a step" in done.stdout
     written = json.loads(record.read_text())
@@ -79,6 +79,12 @@ WRONG = {
 @pytest.mark.parametrize("sentence", WRONG)
 def test_wrong_values(sentence: str):
     done = crossdock("bench", "train-step", "--device", "cpu", *WRONG[sentence])
-    assert done.returncode == 2, done.stderr
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.exit_code, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("crossdock bench train-step: ") and sentence in said
+
+
+def test_a_wrong_value_is_one_sentence_to_who_types_it():
+    done = typed("bench", "train-step", "--device", "cpu", "--steps", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "crossdock bench train-step: --steps must be at least 1, got 0\n"

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-
-
-def crossdock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "crossdock.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**CLEAN, "COLUMNS": "200", **environment},
-    )
+from tests.cli.commands import crossdock, finished, typed
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("local", 1), ("loopback", 2), ("all_to_all", 2)])
 def test_a_part_of_the_suite(backend: str, ranks: int, tmp_path: Path):
     record = tmp_path / "verify.json"
-    done = crossdock("verify", "--backend", backend, "--ranks", str(ranks), "--only", "skewed", "--json", str(record))
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ("--backend", backend, "--ranks", str(ranks), "--only", "skewed", "--json", str(record))
+    done = crossdock("verify", *arguments, COLUMNS="200")
+    assert done.exit_code == 0, done.output
     assert f"{backend} on {ranks} cpu ranks conforms: 20 checks passed, 0 skipped, 0 failed" in done.stdout
     assert "gradients" in done.stdout
     written = json.loads(record.read_text())
@@ -53,7 +42,7 @@ def test_ranks_of_torchrun(tmp_path: Path):
         "crossdock.cli",
     ]
     arguments = ["verify", "--only", "one hot expert", "--json", str(record)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=110, env=CLEAN)
+    done = finished(*command, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("conforms") == 1
     assert json.loads(record.read_text())["ranks"] == 2
@@ -76,16 +65,16 @@ class Bent(AllToAllBackend):
 """
 
 
-def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path):
+def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "bent.py").write_text(BENT)
     facts = tmp_path / "bent-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: bent\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[crossdock.backends]\nbent = bent:Bent\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    monkeypatch.syspath_prepend(tmp_path)  # the ranks that are started have it too
     record = tmp_path / "verify.json"
-    done = crossdock("verify", "--backend", "bent", "--only", "skewed", "--json", str(record), PYTHONPATH=path)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = crossdock("verify", "--backend", "bent", "--only", "skewed", "--json", str(record), COLUMNS="200")
+    assert done.exit_code == 1, done.output
     assert "bent on 2 cpu ranks does NOT conform" in done.stdout
     assert "output of combine" in done.stdout
     cells = json.loads(record.read_text())["cells"]
@@ -99,6 +88,8 @@ WRONG = {
     "unknown backend 'typo'; known are 'local', 'loopback', 'all_to_all'": ["--backend", "typo"],
     "backend 'local' serves one rank, got --ranks 2": ["--backend", "local", "--ranks", "2"],
     "--ranks must be at least 1, got 0": ["--ranks", "0"],
+    "--jobs must be at least 1, and 1 under torchrun, got 0": ["--jobs", "0"],
+    "got --device cpu and --backend symmetric": ["--backend", "symmetric", "--device", "cpu", "--share-gpus"],
     "--device must be auto, cpu or cuda, got 'tpu'": ["--device", "tpu"],
     "--only 'nothing of the kind' is in no cell's description": ["--only", "nothing of the kind"],
     "--json /no/such/folder/x.json is in a folder that does not exist": ["--json", "/no/such/folder/x.json"],
@@ -108,12 +99,12 @@ WRONG = {
 @pytest.mark.parametrize("sentence", WRONG)
 def test_wrong_values(sentence: str):
     done = crossdock("verify", *WRONG[sentence])
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.exit_code, done.stdout) == (2, "")
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("crossdock verify: ") and sentence in said
 
 
 def test_a_wrong_environment():
-    done = crossdock("verify", RANK="0", WORLD_SIZE="two")
-    assert done.returncode == 2
-    assert "the environment variable WORLD_SIZE must be a number of ranks, got 'two'" in done.stderr
+    sentence = "the environment variable WORLD_SIZE must be a number of ranks, got 'two'"
+    done = typed("verify", RANK="0", WORLD_SIZE="two")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"crossdock verify: {sentence}\n")

@@ -171,7 +171,7 @@ def test_the_order_of_rows(on: On, backend: str, ep_size: int):
     config = make_config(4, 1, 2)
     ids = [[[2], [0], [2], [1]], [[0], [3], [0], [2]]]
     trial = problem(config, ids).replace(x=position_code(config, (4, 4)))
-    for _ in range(20):
+    for _ in range(4 if backend == "symmetric" else 20):  # whose kernels are interpreted
         first, second = on(backend, 2)(checked, trial)
         assert first.rows[:, 0].tolist() == [2, 17, 19, 4]
         assert second.rows[:, 0].tolist() == [1, 3, 20, 18]

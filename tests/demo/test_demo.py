@@ -47,11 +47,21 @@ def test_the_whole_demo(tmp_path: Path):
         assert file.get_tensor("blocks.0.moe.experts.gate_proj").shape == (16, 128, 256)
 
 
+# The demo with a smaller model, which no option asks for.
+SMALL_DEMO = """
+from crossdock.cli.demo import settings
+defaults = settings.ModelSizes.__init__.__kwdefaults__
+defaults.update(hidden_dim=32, ffn_dim=16, num_experts=8, seq_len=64)
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun's ranks meet over Gloo on Linux and macOS")
-def test_under_torchrun(tmp_path: Path, text: Path):
-    (tmp_path / "demo.py").write_text(f"{DEMO}\n")
+@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.full)], ids=["small", "whole"])
+def test_under_torchrun(tmp_path: Path, text: Path, small: bool):
+    (tmp_path / "demo.py").write_text(f"{SMALL_DEMO if small else ''}{DEMO}\n")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    more = ("--steps", "2", "--data", str(text), "--out", str(tmp_path / "out"))
+    backend = "all_to_all" if small else "auto"  # which takes the interpreter for one of the proofs
+    more = ("--steps", "2", "--backend", backend, "--data", str(text), "--out", str(tmp_path / "out"))
     run = finished(*torchrun, str(tmp_path / "demo.py"), "demo", *more)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("all 8 hold") == 1

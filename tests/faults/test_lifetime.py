@@ -58,7 +58,7 @@ def many_at_once(rank: int) -> list[tuple[int, int, int]]:
     return [before, settled(before)]
 
 
-def one_after_the_other(rank: int, closing: bool) -> list[tuple[int, int, int]]:
+def one_after_the_other(rank: int, closing: bool, num_cycles: int) -> list[tuple[int, int, int]]:
     def cycle() -> None:
         dispatcher = cd.TokenDispatcher(pair())
         step(dispatcher)
@@ -68,7 +68,7 @@ def one_after_the_other(rank: int, closing: bool) -> list[tuple[int, int, int]]:
     for _ in range(20):  # the allocator's own pools fill up first
         cycle()
     before = held()
-    for _ in range(200 if closing else 40):
+    for _ in range(num_cycles):
         cycle()
     return [before, settled(before)]
 
@@ -81,9 +81,13 @@ def test_sixty_four_at_once(ranks: Ranks):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("closing", [True, False], ids=["closed", "dropped"])
-def test_one_after_the_other(ranks: Ranks, closing: bool):
-    for before, after in ranks(2).run(one_after_the_other, closing):
+@pytest.mark.parametrize(
+    ("closing", "num_cycles"),
+    [(True, 80), pytest.param(True, 400, marks=pytest.mark.full), (False, 40)],
+    ids=["closed", "closed, more of them", "dropped"],
+)
+def test_one_after_the_other(ranks: Ranks, closing: bool, num_cycles: int):
+    for before, after in ranks(2).run(one_after_the_other, closing, num_cycles):
         assert after[0] <= before[0], "threads stay behind"
         assert after[1] <= before[1], "file descriptors stay behind"
         assert after[2] - before[2] < GROWTH_LIMIT, f"{(after[2] - before[2]) / MIB:.1f} MiB more"
