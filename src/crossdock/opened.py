@@ -71,9 +71,8 @@ class OpenDispatcher:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_stream_handle = 0  # of it
         self.nameless = encode_name("")
-        self._use, self._pid = _Use(), os.getpid()
-        self._lending = _Lending()
-        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, self._pid)
+        self._use, self._lending = _Use(), _Lending()
+        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
         autograd.register(self.key, self)
 
     def run_dispatch(
@@ -129,16 +128,15 @@ class OpenDispatcher:
             raise InvalidInput(
                 f"num_tokens ({num_tokens}) of an input buffer must lie in 0..num_max_tokens_per_rank ({limit})"
             )
-        self._refuse_strangers("input_buffer")
-        self.touch()
-        with torch._C.DisableTorchFunction():
+        with self.session.aside("input_buffer"), torch._C.DisableTorchFunction():
+            self.touch()
             self._follow_stream()
             lent: list[Tensor | None] = []
             self.session.probe(lambda: lent.append(self.transport.input_buffer(num_tokens)))
-        (view,) = lent
-        if view is not None:
-            self._lending.begin(view, limit)
-        return view
+            (view,) = lent
+            if view is not None:
+                self._lending.begin(view, limit)
+            return view
 
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
         """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
@@ -325,19 +323,6 @@ class OpenDispatcher:
         if facts.num_rows >= 0 and self.config.zero_tail:
             zero_tail(received.rows, rows_end, received.row_scores)
         return rows_end
-
-    def _refuse_strangers(self, operation: str) -> None:
-        """Keep forked children and second threads out of what is no call of the group's, and so has no number."""
-        state = self.session.state
-        if os.getpid() != self._pid:
-            raise ContractViolation(
-                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
-            )
-        if state.phase == "in_call":
-            raise ContractViolation(
-                f"{operation} was entered from a second thread while {state.operation} of layer {state.layer!r}"
-                f" (call {state.call}) is running; one dispatcher serves one thread at a time"
-            )
 
     def _open_ledger(self, device: torch.device) -> HostLedger | DeviceLedger:
         return open_ledger(self.config.expert_alignment, self.spec.num_local_experts, device)

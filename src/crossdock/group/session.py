@@ -7,7 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ class Session:
         self.fault: CrossdockError | None = None
         self.num_calls = -1  # the opening of the transport is call -1
         self._entry = threading.Lock()
+        self._aside = ""  # what is inside without being a call
         self._pid = os.getpid()
 
     @classmethod
@@ -75,22 +77,42 @@ class Session:
 
     def begin(self, facts: CallFacts) -> CallFacts:
         """Enter a call, see `call`; the facts with their number."""
-        if os.getpid() != self._pid:
-            raise ContractViolation(
-                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
-            )
-        if not self._entry.acquire(blocking=False):
-            raise ContractViolation(
-                f"{facts.operation} of layer {facts.layer!r} was entered from a second thread while"
-                f" {self.state.operation} of layer {self.state.layer!r} (call {self.state.call}) is running;"
-                " one dispatcher serves one thread at a time"
-            )
+        self._let_in(facts.operation, facts.layer)
         try:
             self.raise_fault()
             return self._enter(facts)
         except BaseException:
             self._entry.release()
             raise
+
+    @contextmanager
+    def aside(self, operation: str) -> Iterator[None]:
+        """Inside like a call, for what is none of the group's, and so has no number.
+
+        Raises:
+            ContractViolation: a forked child or a second thread, as in `call`.
+        """
+        self._let_in(operation)
+        self._aside = operation
+        try:
+            yield
+        finally:
+            self._aside = ""
+            self._entry.release()
+
+    def _let_in(self, operation: str, layer: str | None = None) -> None:
+        """Keep forked children and second threads out; whoever is let in releases `_entry`."""
+        if os.getpid() != self._pid:
+            raise ContractViolation(
+                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
+            )
+        if not self._entry.acquire(blocking=False):
+            state, what = self.state, operation if layer is None else f"{operation} of layer {layer!r}"
+            inside = self._aside or f"{state.operation} of layer {state.layer!r} (call {state.call})"
+            raise ContractViolation(
+                f"{what} was entered from a second thread while {inside} is running;"
+                " one dispatcher serves one thread at a time"
+            )
 
     def end(self, numbered: CallFacts, error: BaseException | None) -> None:
         """Leave a call, which `error` may have ended."""

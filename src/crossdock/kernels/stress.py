@@ -1,11 +1,12 @@
-"""Stress: helpers through which programs signal and wait dawdle at random, and ranks fall behind, to shake out races.
+"""Stress: helpers through which programs signal and wait dawdle, and ranks fall behind, at random; races come out.
 
 While `delays` lasts, kernels are built with the slowed twins below in the place of the helpers of the same names (see
-`launch.standing_in`); no kernel's arguments change, and otherwise nothing of this is in any kernel. A twin dawdles, does
-what it stands for, which it finds as `prompt_<name>`, and dawdles again. What that brings about: a word is told long
-after the stores that it tells of, or what follows it comes late; a program waits late, or reads late what it has waited
-for; the last of a launch is another one each time. `tell_routed` dawdles through `tell`, and `tell_call`, behind which
-a program arrives, in `arrive`. Rows pulled by bulk copies go through none of these: only the launches around them do.
+`launch.standing_in`); no kernel's arguments change, and otherwise nothing of this is in any kernel. A twin dawdles,
+does what it stands for, which it finds as `prompt_<name>`, and dawdles again. What that brings about: a word is told
+long after the stores that it tells of, or what follows it comes late; a program waits late, or reads late what it has
+waited for; the last of a launch is another one each time. `tell_routed` dawdles through `tell`, and `tell_call`,
+behind which a program arrives, in `arrive`. Rows pulled by bulk copies go through none of these: only the launches
+around them do.
 
 To dawdle is to add to a word of `state` again and again, each time for the result: on a GPU a trip to its cache and
 back, up to 63 times. Atomics, since their result is one for all warps of a program, and they order nothing else here.
