@@ -19,7 +19,7 @@ def turn(*, alone: bool) -> Iterator[None]:
         yield
         return
     kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-    with _GATE.open() as gate, _TURN.open() as held:
+    with _GATE.open("r+") as gate, _TURN.open("r+") as held:  # NFS wants to see that it may be written
         # Who wants to be alone keeps the gate shut while it waits: the others would never all be out otherwise.
         fcntl.flock(gate, kind)
         fcntl.flock(held, kind)

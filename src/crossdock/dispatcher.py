@@ -65,7 +65,8 @@ class TokenDispatcher:
             raise ConfigError(f"config must be a DispatcherConfig, got {type(config).__name__}")
         members = resolve_members(group, device)
         spec = make_spec(config, members)
-        chosen, self._open = open_first(config, members, spec, choose(config, spec, members, backend))
+        with torch.inference_mode(False):  # what is made here serves calls in any mode
+            chosen, self._open = open_first(config, members, spec, choose(config, spec, members, backend))
         self._backend_name = chosen.name
         self._group = group
 

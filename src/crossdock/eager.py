@@ -1,4 +1,4 @@
-"""Whether an operator may be left out: called in eager mode, where nobody but torch's dispatcher would see the call.
+"""Leaving an operator out: called in eager mode, where nobody but torch's dispatcher would see the call.
 
 An operator of `torch.library` costs the host 10 to 60 us beside its body (docs/measurements.md). Compilers, selective
 checkpointing, tracers, transforms and tensor subclasses need it; a plain eager call does not, and runs the same body
@@ -7,6 +7,8 @@ without it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,17 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     grad mode, as in the body of another operator.
     """
     return not torch.compiler.is_compiling() and _is_unobserved() and all(map(_is_plain, tensors))
+
+
+def without_operator(body: Callable[..., list[Tensor]], *moved: Tensor) -> Callable[..., list[Tensor]] | None:
+    """The body of an adjoint's operator; None where the operator is needed, as it is to refuse a second derivative."""
+    return None if torch.is_grad_enabled() or not is_plain_call(*moved) else partial(below, body)
+
+
+def below(body: Callable[..., list[Tensor]], *inputs: Any) -> list[Tensor]:
+    """Run a body as its operator does: autograd sees nothing of what it does."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return body(*inputs)
 
 
 def _is_unobserved() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import autograd
+from . import operations
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
 from .errors import BackendUnavailable, ContractViolation, InvalidInput
 from .group.fingerprint import CallFacts
@@ -73,7 +73,7 @@ class OpenDispatcher:
         self.nameless = encode_name("")
         self._use, self._lending = _Use(), _Lending()
         self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
-        autograd.register(self.key, self)
+        operations.register(self.key, self)
 
     def run_dispatch(
         self,
@@ -324,6 +324,7 @@ class OpenDispatcher:
             zero_tail(received.rows, rows_end, received.row_scores)
         return rows_end
 
+    @torch.inference_mode(False)  # it outlives the mode in which a call may make it
     def _open_ledger(self, device: torch.device) -> HostLedger | DeviceLedger:
         return open_ledger(self.config.expert_alignment, self.spec.num_local_experts, device)
 
@@ -338,8 +339,11 @@ class OpenDispatcher:
         self.session.raise_fault()
 
     def allow_unmapping(self) -> None:
-        """All graphs that were captured are gone: `close` may free what they use."""
+        """All graphs that were captured are gone: `close` may free what they use, and what it has left is freed now."""
         self._use.captured = False
+        if self.transport in _mapped_for_graphs:
+            _mapped_for_graphs.remove(self.transport)
+            self.transport.close()
 
     @property
     def is_captured(self) -> bool:

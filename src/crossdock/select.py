@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -129,20 +129,22 @@ def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
 
 
 def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]) -> Explanation:
+    def described(candidate: Candidate) -> Candidate:
+        if candidate.why_not is not None:
+            return candidate
+        return replace(candidate, how=known[candidate.name].describe(spec, members.device))
+
     candidates = _candidates(config, spec, members, known)
     usable = _usable(candidates, members, known)
-    return Explanation(usable[0] if usable else None, candidates)
+    return Explanation(usable[0] if usable else None, tuple(map(described, candidates)))
 
 
 def _candidates(
     config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]
 ) -> tuple[Candidate, ...]:
-    def ask(name: str, backend: Backend) -> Candidate:
-        why_not = _why_not(backend, config, spec, members)
-        how = backend.describe(spec, members.device) if why_not is None else ""
-        return Candidate(name, why_not, backend.traits, how)
-
-    return tuple(ask(name, backend) for name, backend in known.items())
+    return tuple(
+        Candidate(name, _why_not(backend, config, spec, members), backend.traits) for name, backend in known.items()
+    )
 
 
 def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str, Backend]) -> list[str]:

@@ -128,6 +128,24 @@ def test_two_hundred_openings_leak_nothing(ranks: Ranks):
         assert all(footprint == first for footprint in later)
 
 
+def _closed_twice(rank: int) -> list[int]:
+    """Mappings of the workspace: while a captured graph may need it, and once the user says that it does not."""
+    dispatcher = opened()
+    step(dispatcher)
+    dispatcher._open._use.captured = True  # as a capture does, which takes a GPU
+    with pytest.warns(ResourceWarning, match="close\\(graphs_destroyed=True\\) frees it"):
+        dispatcher.close()
+    mapped = [_footprint()[0]]
+    dispatcher.close(graphs_destroyed=True)
+    gc.collect()
+    return [*mapped, _footprint()[0]]
+
+
+def test_what_graphs_may_need_is_freed_when_they_are_gone(ranks: Ranks):
+    for kept, left in ranks(2).run(_closed_twice):
+        assert kept > 0 and left == 0
+
+
 # -- who is served ----------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +186,7 @@ def test_refusals_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
 
 def _chosen(rank: int) -> tuple[str | None, list[str | None]]:
     explained = cd.explain(config())
+    assert f"{NAME}   usable: programs of a dispatch: 1 arrange, 1 publish, 1 pull" in str(explained)
     return explained.chosen, [c.why_not for c in explained.candidates if c.name == NAME]
 
 

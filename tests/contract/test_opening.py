@@ -15,7 +15,8 @@ import torch.distributed as dist
 import crossdock as cd
 from crossdock.backends.local import LocalBackend
 from crossdock.testing import LoopbackGroup, Problem, Seat, assert_bit_equal, run_ranks
-from crossdock.testing.solving import solve
+from crossdock.testing.checks import finish
+from crossdock.testing.solving import forward, solve
 from tests.contract.conftest import BACKENDS, On, every_backend
 from tests.contract.trials import checked, make_config, problem, random_ids, refused
 
@@ -84,6 +85,39 @@ def test_a_capacity_that_a_backend_does_not_offer_is_refused():
     config = dataclasses.replace(ONE, row_capacity=cd.RowCapacity.worst_case())
     message = refused(lambda: cd.TokenDispatcher(config, backend=OnlyExact()), cd.BackendUnavailable)
     assert "row_capacity worst_case(1.0) is not offered by this backend, only exact" in message
+
+
+class Speechless(LocalBackend):
+    """A backend that cannot say how it would share out the work."""
+
+    def describe(self, spec: object, device: object) -> str:
+        raise OSError("a broken library")
+
+
+def test_opening_asks_no_backend_how_it_would_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LocalBackend, "describe", Speechless.describe)
+    with cd.TokenDispatcher(ONE) as dispatcher:
+        assert dispatcher.backend_name == "local"
+    with pytest.raises(OSError, match="a broken library"):
+        cd.explain(ONE)
+
+
+# -- in inference mode ------------------------------------------------------------------------------------------------
+
+
+def opened_in_inference_mode(seat: Seat, trial: Problem) -> None:
+    with torch.inference_mode():
+        dispatcher = seat.open(trial.config)
+        inputs = trial.x[seat.rank], trial.topk_scores[seat.rank], trial.topk_expert_ids[seat.rank]
+        routed = dispatcher.dispatch(*inputs)
+        dispatcher.combine(routed.rows, routed.handle)
+    with dispatcher:
+        finish(forward(dispatcher, trial, seat.rank, seat.device))
+
+
+@every_backend(2)
+def test_what_is_opened_in_inference_mode_serves_outside(on: On, backend: str, ep_size: int):
+    on(backend, ep_size)(opened_in_inference_mode, problem(make_config(4, 2), random_ids((4, 4), 2, 4)))
 
 
 # -- in a clean process -----------------------------------------------------------------------------------------------

@@ -104,6 +104,26 @@ def test_ranks_know_their_world_and_take_one_thread(ranks: Ranks):
     assert ranks(2).run(facts) == [(0, 2, 1), (1, 2, 1)]
 
 
+def test_a_closed_pool_starts_no_ranks():
+    pool = RankPool(1, backend=None)
+    pool.close()
+    with pytest.raises(RuntimeError, match="this pool of ranks is closed"):
+        pool.run(pow, 2)
+    assert not pool.pids
+
+
+@pytest.mark.parametrize(("backend", "device_type"), [("gloo", "gpu"), ("nccl", "cpu")])
+def test_a_wrong_device_is_refused_before_any_rank_starts(backend: str, device_type: str):
+    with pytest.raises(ValueError, match=f"got '{device_type}' with '{backend}'"):
+        RankPool(2, backend=backend, device_type=device_type)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_ranks_on_gpus_that_are_not_there():
+    with pytest.raises(RanksFailed, match="rank 0 of 1 needs a CUDA device, torch sees none"):
+        run_ranks(pow, 1, 2, device_type="cuda")
+
+
 @pytest.mark.gpu(2)
 def test_gpu_ranks_have_a_device_each(gpu_ranks: Ranks):
     assert gpu_ranks(2).run(summed_on_gpu) == [(0, 2), (1, 2)]

@@ -39,7 +39,7 @@ class Session:
         self.fault: CrossdockError | None = None
         self.num_calls = -1  # the opening of the transport is call -1
         self._entry = threading.Lock()
-        self._aside = ""  # what is inside without being a call
+        self._aside, self._aside_since = "", 0.0  # what is inside without being a call, and since when
         self._pid = os.getpid()
 
     @classmethod
@@ -93,26 +93,12 @@ class Session:
             ContractViolation: a forked child or a second thread, as in `call`.
         """
         self._let_in(operation)
-        self._aside = operation
+        self._aside, self._aside_since = operation, time.monotonic()
         try:
             yield
         finally:
             self._aside = ""
             self._entry.release()
-
-    def _let_in(self, operation: str, layer: str | None = None) -> None:
-        """Keep forked children and second threads out; whoever is let in releases `_entry`."""
-        if os.getpid() != self._pid:
-            raise ContractViolation(
-                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
-            )
-        if not self._entry.acquire(blocking=False):
-            state, what = self.state, operation if layer is None else f"{operation} of layer {layer!r}"
-            inside = self._aside or f"{state.operation} of layer {state.layer!r} (call {state.call})"
-            raise ContractViolation(
-                f"{what} was entered from a second thread while {inside} is running;"
-                " one dispatcher serves one thread at a time"
-            )
 
     def end(self, numbered: CallFacts, error: BaseException | None) -> None:
         """Leave a call, which `error` may have ended."""
@@ -186,6 +172,20 @@ class Session:
         if self.server is not None:
             self.server.close()
 
+    def _let_in(self, operation: str, layer: str | None = None) -> None:
+        """Keep forked children and second threads out; whoever is let in releases `_entry`."""
+        if os.getpid() != self._pid:
+            raise ContractViolation(
+                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
+            )
+        if not self._entry.acquire(blocking=False):
+            state, what = self.state, operation if layer is None else f"{operation} of layer {layer!r}"
+            inside = self._aside or f"{state.operation} of layer {state.layer!r} (call {state.call})"
+            raise ContractViolation(
+                f"{what} was entered from a second thread while {inside} is running;"
+                " one dispatcher serves one thread at a time"
+            )
+
     def _enter(self, facts: CallFacts) -> CallFacts:
         numbered = facts._replace(number=self.num_calls)
         self.state.enter(numbered.number, facts.operation, facts.layer, numbered.words())
@@ -194,7 +194,7 @@ class Session:
     def _fail(self, numbered: CallFacts, error: BaseException) -> None:
         """Raise what an error of a call means; where it means itself, its own way goes on."""
         if isinstance(error, TransportFault):
-            waited_s = time.monotonic() - self.state.since
+            waited_s = time.monotonic() - (self._aside_since if self._aside else self.state.since)
             self._break(self.fault or self._explain(numbered, error, waited_s), error)
         elif isinstance(error, ContractViolation):
             self._break(self._agreed_violation(numbered, error), error)

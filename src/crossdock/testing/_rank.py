@@ -165,8 +165,20 @@ def _join(rank: int, setup: WorldSetup, port: int, listener: socket.socket | Non
 
 
 def take_device(rank: int, num_ranks: int) -> torch.device:
-    """Make the CUDA device of a rank of this host the current one. Ranks share devices where there are too few."""
+    """Make the CUDA device of a rank of this host the current one, and return it.
+
+    Ranks share devices where there are too few; torch is told so by an environment variable of its own.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+
+    Example:
+        >>> take_device(rank=3, num_ranks=4)  # on a host with two GPUs
+        device(type='cuda', index=1)
+    """
     num_devices = torch.cuda.device_count()
+    if num_devices == 0:
+        raise RuntimeError(f"rank {rank} of {num_ranks} needs a CUDA device, torch sees none")
     if num_devices < num_ranks:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own word for it
     device = torch.device("cuda", rank % num_devices)

@@ -94,6 +94,7 @@ class RankPool:
             num_threads=num_threads,
         )
         self._world: World | None = None
+        self._closed = False
 
     @property
     def num_ranks(self) -> int:
@@ -115,6 +116,8 @@ class RankPool:
         try:
             if self._world is None:
                 self._world = _joined_world(self._setup)
+            if self._closed:  # perhaps while the ranks were starting
+                raise RuntimeError("this pool of ranks is closed")
             self._world.ask(fn, args)
             results = self._world.collect(timeout_s, grace_s=_GRACE_S)
             if not all(result.ok for result in results):
@@ -131,7 +134,8 @@ class RankPool:
             self._world = None
 
     def close(self) -> None:
-        """Let the ranks leave their process group and end."""
+        """Let the ranks leave their process group and end; the pool starts no others."""
+        self._closed = True
         if self._world is not None:
             self._world.close()
             self._world = None
@@ -233,9 +237,12 @@ def start_ranks(
 
 
 def _device_type(backend: str | None, asked: str | None) -> str:
-    if asked is not None:
-        return asked
-    return "cuda" if backend is not None and "nccl" in backend else "cpu"
+    needs_gpus = backend is not None and "nccl" in backend
+    if asked is None:
+        return "cuda" if needs_gpus else "cpu"
+    if asked not in ("cpu", "cuda") or (needs_gpus and asked == "cpu"):
+        raise ValueError(f'device_type must be "cpu" or "cuda", and "cuda" with NCCL; got {asked!r} with {backend!r}')
+    return asked
 
 
 def _joined_world(setup: WorldSetup) -> World:

@@ -9,6 +9,7 @@ import torch
 from ...kernels.blocks import Tile, row_tile
 from ...kernels.bulk_rows import why_not
 from ...kernels.signal import NUM_CHUNKS
+from ...kernels.small import fits_small
 from ..base import TransportSpec
 
 _CHUNK_MULTIPLE = 64  # of tokens: more than a tile's rows, and a multiple of them
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
         tokens = -(-spec.num_max_tokens_per_rank // NUM_CHUNKS)
         chunk_len = -(-tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
         num_rows, sms = spec.num_max_tokens_per_rank * spec.ep_size, _processors(device)
+        small = sms if serves_small(spec) else 0
 
         def tile(programs: int, rows: int = 4) -> Tile:
             return row_tile(device, spec.hidden_dim, num_rows, max(1, programs), rows)
@@ -51,18 +53,25 @@ class Plan(NamedTuple):
             half = max(1, spec.num_sms // 2)
             rest = spec.num_sms - half
             pull, give, take = tile(spec.num_sms, 8), tile(rest, 8), tile(half, 8)
-            small = min(spec.num_sms, sms)
+            small = min(small, spec.num_sms)
             return cls(chunk_len, half, tile(rest), pull, give, take, _bulk_blocks(spec, device), small)
         # All that wait for each other fit the device at once: two programs of arranging and copying to a processor,
         # and four of a combine.
-        return cls(chunk_len, sms, tile(sms), tile(2 * sms), tile(3 * sms, 2), tile(sms, 4), small=sms)
+        return cls(chunk_len, sms, tile(sms), tile(2 * sms), tile(3 * sms, 2), tile(sms, 4), small=small)
 
     def __str__(self) -> str:
         """Programs of each kernel at most, as `crossdock.explain` prints them."""
         pull = f"{self.bulk_blocks} pull in bulk" if self.bulk_blocks else f"{self.pull.max_programs} pull"
         dispatch = f"{self.arrangers} arrange, {self.copy.max_programs} publish, {pull}"
         combine = f"{self.give.max_programs} give, {self.take.max_programs} take"
-        return f"programs of a dispatch: {dispatch}; of a combine: {combine}; of a small batch: {self.small}"
+        told = f"programs of a dispatch: {dispatch}; of a combine: {combine}"
+        return f"{told}; with kernels for small batches {self.small} of either" if self.small else told
+
+
+def serves_small(spec: TransportSpec) -> bool:
+    """Whether a dispatcher has the kernels for small batches, and the memory that they need."""
+    sizes = (spec.num_max_tokens_per_rank, spec.top_k, spec.hidden_dim, spec.num_local_experts, spec.ep_size)
+    return spec.row_capacity.kind != "exact" and fits_small(*sizes)
 
 
 def _processors(device: torch.device) -> int:

@@ -24,13 +24,13 @@ from ...kernels.publish import Opening, Routing, launch_publish_routing, launch_
 from ...kernels.pull import launch_pull_rows
 from ...kernels.scalars import Slips, launch_swap_scalars
 from ...kernels.signal import GIVEN_UP, READ, ROUND_SHIFT, ROUTED, ROWS, TOKENS, digest_of, launch_tell, launch_wait
-from ...kernels.small import Inbox, fits_small, inbox_groups
+from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportFault, TransportSpec, Weights
-from .plan import Plan
+from .plan import Plan, serves_small
 from .rounds import Rounds, notes_spec, signals_spec
 
 _OF_NO_CALL = digest_of(())
@@ -71,11 +71,10 @@ def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
 
 def _inbox_specs(spec: TransportSpec) -> list[BufferSpec]:
     """Buffers for small batches, in the order of `small.Inbox`; none where its kernels do not serve."""
-    tokens, top_k = spec.num_max_tokens_per_rank, spec.top_k
-    hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
-    if spec.row_capacity.kind == "exact" or not fits_small(tokens, top_k, hidden_dim, num_local, spec.ep_size):
+    if not serves_small(spec):
         return []
-    halves = (2, spec.ep_size)
+    tokens, top_k, halves = spec.num_max_tokens_per_rank, spec.top_k, (2, spec.ep_size)
+    hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
     return [
         BufferSpec("inbox_rows", (*halves, tokens, hidden_dim), spec.dtype),
         BufferSpec("inbox_places", (*halves, tokens, top_k), torch.int32),
