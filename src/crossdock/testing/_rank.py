@@ -167,14 +167,11 @@ def _join(rank: int, setup: WorldSetup, port: int, listener: socket.socket | Non
 def take_device(rank: int, num_ranks: int) -> torch.device:
     """Make the CUDA device of a rank of this host the current one, and return it.
 
-    Ranks share devices where there are too few; torch is told so by an environment variable of its own.
+    Ranks share devices where there are too few (on a host with two, rank 3 of 4 gets `cuda:1`); torch is told so by an
+    environment variable of its own.
 
     Raises:
         RuntimeError: there is no CUDA device.
-
-    Example:
-        >>> take_device(rank=3, num_ranks=4)  # on a host with two GPUs
-        device(type='cuda', index=1)
     """
     num_devices = torch.cuda.device_count()
     if num_devices == 0:
