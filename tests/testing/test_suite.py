@@ -94,7 +94,7 @@ class Bent(Backend):
 
     def open(self, spec: TransportSpec, link: Link) -> Transport:
         transport = LoopbackBackend().open(spec, link)
-        for name in ("dispatch", "rows_home", "rows_out", "scalars_home"):
+        for name in ("dispatch", "rows_home", "combine_backward", "scalars_home"):
             if self.how.startswith(name):
                 setattr(transport, name, bent(self.how, getattr(transport, name)))
         return transport
@@ -111,8 +111,8 @@ def bent(how: str, movement: Any) -> Any:
             result = result._replace(expert_offsets=result.expert_offsets.long())
         elif how == "rows_home: last bit":
             result = torch.nextafter(result.float(), torch.tensor(9e9)).to(result.dtype)
-        elif how == "rows_out: doubled":
-            result = result * 2
+        elif how == "combine_backward: doubled":
+            result = (result[0] * 2, result[1])
         elif how == "scalars_home: lost":
             result = torch.zeros_like(result)
         return result
@@ -132,7 +132,7 @@ def run(backend: Backend, workload: Workload) -> list[CellResult]:
         ("dispatch: dirty padding", "rows"),
         ("dispatch: offsets in int64", "rows"),
         ("rows_home: last bit", "output"),
-        ("rows_out: doubled", "gradients"),
+        ("combine_backward: doubled", "gradients"),
         ("scalars_home: lost", "gradients"),
     ],
 )
