@@ -48,11 +48,13 @@ LAYERS: dict[str, set[str]] = {
     "autograd": {"eager", "operations", "ordering"},
     "select": {"backends", "group"},
     "padding": {"backends.base"},
+    "lending": set(),
     "opened": {
         "backends.base",
         "group",
         "inputs",
         "ledger",
+        "lending",
         "operations",
         "padding",
         "recompute.frames",
