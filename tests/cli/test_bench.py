@@ -11,13 +11,14 @@ import pytest
 
 from tests.cli.commands import crossdock, finished, typed
 
-QUICK = ["--repeats", "2", "--runs", "2", "--tokens", "8", "--hidden", "64", "--experts", "8", "--top-k", "2"]
+SWEPT = ["--repeats", "2", "--runs", "2", "--hidden", "64", "--experts", "8", "--top-k", "2"]
+QUICK = [*SWEPT, "--tokens", "8"]
 
 
 def test_a_sweep_with_all_its_files(tmp_path: Path):
     record, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     done = typed(
-        "bench", "--device", "cpu", "--backend", "all_to_all", *QUICK, "--sweep", "4,16", "--exact", "--bars",
+        "bench", "--device", "cpu", "--backend", "all_to_all", *SWEPT, "--sweep", "4,16", "--exact", "--bars",
         "--json", str(record), "--plot", str(picture),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,7 +101,10 @@ WRONG = {
     "--sweep must be 'auto' or numbers of tokens such as 16,128,1024, got '1,x'": ["--sweep", "1,x"],
     "--top-k (9) must not exceed --experts (8)": ["--experts", "8", "--top-k", "9"],
     "the 7 experts of own do not divide over 2 ranks": ["--experts", "7", "--top-k", "1"],
-    "num_tokens must be at least 1, got 0": ["--tokens", "0"],
+    "--tokens must be at least 1, got 0": ["--tokens", "0"],
+    "--sweep 16 and --tokens 8 both say how many tokens there are": ["--sweep", "16", "--tokens", "8"],
+    "--json / is a folder, it must be a file": ["--json", "/"],
+    "--plot /tmp/b.jpg must end in .png": ["--plot", "/tmp/b.jpg"],
     "--repeats must be at least 1, got 0": ["--repeats", "0"],
     "own sizes and a sweep start from one --workload, got several": [
         "--workload", "cpu", "--workload", "cpu-decode", "--tokens", "4",

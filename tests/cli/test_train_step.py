@@ -66,7 +66,7 @@ WRONG = {
     "--factor must be above 0, got -1": ["--factor", "-1"],
     "--routing must be dynamic or static, got both": ["--routing", "both"],
     "--steps must be at least 1, got 0": ["--steps", "0"],
-    "num_tokens must be at least 1, got 0": ["--tokens", "0"],
+    "--tokens must be at least 1, got 0": ["--tokens", "0"],
     "--top-k (9) must not exceed --experts (8)": ["--top-k", "9"],
     "7 experts do not divide over 2 ranks": ["--experts", "7"],
     "--dtype must be one of bfloat16, float16, float32, got 'int8'": ["--dtype", "int8"],

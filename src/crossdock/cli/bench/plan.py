@@ -15,6 +15,7 @@ from crossdock.bench.movements.cells import Effort
 from crossdock.errors import ConfigError
 from crossdock.types import Reduction
 
+from ..paths import why_not_written
 from .sizes import Job, Options, jobs_of
 
 _REPEATS = {"cuda": 20, "cpu": 10}
@@ -75,8 +76,10 @@ def make_plan(options: Options) -> Plan:
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     for name, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{name} {path} is in a folder that does not exist")
+        if trouble := why_not_written(name, path):
+            raise ConfigError(trouble)
+    if options.plot is not None and options.plot.suffix != ".png":
+        raise ConfigError(f"--plot {options.plot} must end in .png")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'crossdock[demo]'")
     return Plan(

@@ -52,6 +52,7 @@ LEGEND = (
     " ceilings above, 100 % is the floor itself; host us: of the call, the device idle, and in grad mode; kept: all its"
     " life, as the dispatcher tells; peak: of a call."
 )
+INTERPRETED = "On a CPU the kernels of symmetric are interpreted, for tests: their times tell nothing of a GPU."
 
 
 def report(plan: Plan, finished: Finished) -> None:
@@ -68,6 +69,8 @@ def report(plan: Plan, finished: Finished) -> None:
         figures = [figure for figure in finished.figures if figure.workload == workload]
         console.print(table_of(workload, figures, console.width))
     console.print(LEGEND, style="dim", highlight=False)
+    if plan.device_type == "cpu" and any(figure.contender.backend == "symmetric" for figure in finished.figures):
+        console.print(INTERPRETED, highlight=False)
     if plan.bars:
         console.print(bars_of(plan, hold_against_bars(finished.figures)))
     for note in _notes(finished):

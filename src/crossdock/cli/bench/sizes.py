@@ -37,6 +37,9 @@ class Options:
     plot: Path | None
 
 
+_OPTIONS = {"num_tokens": "--tokens", "hidden_dim": "--hidden", "num_experts": "--experts", "top_k": "--top-k"}
+
+
 @dataclass(frozen=True)
 class Job:
     """A workload, with the bound on blocks that its contenders are opened with."""
@@ -75,13 +78,17 @@ def _sizes(options: Options, device_type: str) -> list[Workload]:
     own = {name: value for name, value in options.sizes.items() if value is not None}
     for name, value in own.items():
         if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
+            raise ConfigError(f"{_OPTIONS[name]} must be at least 1, got {value}")
     if options.dtype not in _DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {options.dtype!r}")
     for name in options.workloads:
         if name not in NAMED:
             raise ConfigError(f"--workload must be one of {', '.join(NAMED)}, got {name!r}")
     names = options.workloads or DEFAULT_NAMES[device_type]
+    if options.sweep is not None and "num_tokens" in own:
+        raise ConfigError(
+            f"--sweep {options.sweep} and --tokens {own['num_tokens']} both say how many tokens there are"
+        )
     if own or options.sweep is not None:
         if len(options.workloads) > 1:
             raise ConfigError("own sizes and a sweep start from one --workload, got several")

@@ -122,6 +122,10 @@ def train_step(
     raise typer.Exit(0 if all(pair.same_bits for pair in pairs) else _FAILED)
 
 
+_OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "--hidden", "num_experts": "--experts",
+            "top_k": "--top-k", "ffn_dim": "--ffn"}  # fmt: skip
+
+
 def _fail(sentence: str, code: int) -> None:
     print(sentence, file=sys.stderr)
     raise typer.Exit(code) from None
@@ -144,11 +148,13 @@ def _checked(
     from crossdock.bench.train_step_model import SIZES
     from crossdock.errors import ConfigError
 
+    from ..paths import why_not_written
+
     sizes = replace(SIZES[place.device_type], **{name: value for name, value in own.items() if value is not None})
     numbers = {name: value for name, value in own.items() if name != "dtype"} | {"--steps": steps, "--runs": runs}
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise ConfigError(f"{name} must be at least 1, got {number}")
+            raise ConfigError(f"{_OPTIONS.get(name, name)} must be at least 1, got {number}")
     for wrong, sentence in (
         (factor <= 0, f"--factor must be above 0, got {factor:g}"),
         (sizes.dtype not in _DTYPES, f"--dtype must be one of {', '.join(_DTYPES)}, got {sizes.dtype!r}"),
@@ -161,7 +167,7 @@ def _checked(
             not {*(routing or ())} <= {*_ROUTINGS},
             f"--routing must be dynamic or static, got {', '.join(routing or ())}",
         ),
-        (json is not None and not json.absolute().parent.is_dir(), f"--json {json} is in a folder that does not exist"),
+        (trouble := why_not_written("--json", json), trouble),
     ):
         if wrong:
             raise ConfigError(sentence)

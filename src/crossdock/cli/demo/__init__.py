@@ -64,6 +64,7 @@ def _checked(
     from crossdock import explain
     from crossdock.errors import ConfigError
 
+    from ..paths import why_not_written
     from .data import load_text
     from .launch import choose_num_ranks
     from .settings import Job
@@ -79,7 +80,7 @@ def _checked(
         (backend not in known, f"--backend must be one of {', '.join(known)}, got {backend}"),
         (data is not None and not data.exists(), f"--data {data} does not exist"),
         (out.exists() and not out.is_dir(), f"--out {out} is a file, it must be a folder"),
-        (json is not None and not json.absolute().parent.is_dir(), f"--json {json} is in a folder that does not exist"),
+        (trouble := why_not_written("--json", json), trouble),
     ):
         if wrong:
             raise ConfigError(sentence)

@@ -12,6 +12,8 @@ from crossdock.backends.base import BackendTraits
 from crossdock.errors import ConfigError
 from crossdock.testing import Cell, conformance_cells, traits_of
 
+from ..paths import why_not_written
+
 IN_THREADS = ("local", "loopback")
 
 
@@ -75,8 +77,8 @@ def make_plan(
     num_ranks, torchrun = _num_ranks(backend, ranks)
     if jobs < 1 or (jobs > 1 and torchrun):
         raise ConfigError(f"--jobs must be at least 1, and 1 under torchrun, got {jobs}")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json} is in a folder that does not exist")
+    if trouble := why_not_written("--json", json):
+        raise ConfigError(trouble)
     cells = conformance_cells(num_ranks, full=full)
     chosen = tuple(cell for cell in cells if only is None or only in str(cell))
     if not chosen:
