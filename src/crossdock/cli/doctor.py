@@ -12,7 +12,7 @@ import typer
 
 # module -> what it is for; imported in a process of their own, since a broken one may raise anything, or crash.
 _OPTIONAL = {
-    "triton": "kernels on GPUs",
+    "triton": "kernels on GPUs; on a CPU they are interpreted, for tests",
     "deep_ep": "no adapter yet",
     "hybrid_ep_cpp": "no adapter yet",
     "uccl": "no adapter yet",
@@ -54,6 +54,9 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead
     console.print(_table(findings))
     console.print(f"\nbackends for {choice['sample']}", highlight=False)
     console.print(choice["table"], highlight=False, markup=False)
+    console.print(
+        "For a group of several ranks, print(crossdock.explain(config, group)) in your program.", highlight=False
+    )
 
 
 def examine() -> Iterator[Finding]:
