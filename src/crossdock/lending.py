@@ -32,6 +32,18 @@ class Lending:
         """Rows are moved out: the buffer's own, or others over them."""
         self.num_tokens = 0
 
+    def check_combined(self, rows: Tensor) -> None:
+        """Refuse `rows [R, hidden_dim]` of a combine that lie in the buffer: its backward writes there first.
+
+        Raises:
+            InvalidInput: they do.
+        """
+        if self.addresses and rows.data_ptr() in self.addresses:
+            raise InvalidInput(
+                "rows lie in an input buffer, which the backward of a combine overwrites before it reads them: combine"
+                " a tensor of your own"
+            )
+
     def check(self, x: Tensor, compiled: bool) -> None:
         """Refuse `x [T, hidden_dim]` if it lies in the buffer and is not what was lent.
 

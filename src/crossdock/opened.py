@@ -139,6 +139,10 @@ class OpenDispatcher:
                 self._lending.begin(view, limit)
             return view
 
+    def refuse_lent(self, rows: Tensor) -> None:
+        """See `Lending.check_combined`."""
+        self._lending.check_combined(rows)
+
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
         """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
         if self.config.row_capacity.kind in ("exact", "calibrated"):

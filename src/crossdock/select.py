@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 
-from .backends.base import Backend, BackendTraits, GroupFacts, TransportSpec
+from .backends.base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
 from .errors import BackendUnavailable, ConfigError
 from .group.members import Members, resolve_members
 from .types import DispatcherConfig
 
 ENTRY_POINT_GROUP = "crossdock.backends"
+# What the code of another package may come to.
+_MISHAPS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,34 @@ def known_backends() -> dict[str, Backend]:
     known = {backend.name: backend for backend in backends}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name not in known:
-            known[entry.name] = entry.load()()
+            known[entry.name] = _loaded(entry)
     return known
+
+
+class _Broken(Backend):
+    """Stands for a backend of another package that cannot be loaded."""
+
+    traits = BackendTraits(
+        devices=frozenset(), dtypes=frozenset(), row_capacities=EVERY_ROW_CAPACITY, needs="its package mended"
+    )
+    preference = "never"
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self._error = name, error
+
+    def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
+        return f"it could not be loaded: {self._error!r}"
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        raise BackendUnavailable(self.name, f"it could not be loaded: {self._error!r}")
+
+
+def _loaded(entry: EntryPoint) -> Backend:
+    try:
+        backend: Backend = entry.load()()
+    except _MISHAPS as error:  # one broken package must not take the other backends along
+        return _Broken(entry.name, error)
+    return backend
 
 
 def choose(config: DispatcherConfig, spec: TransportSpec, members: Members, backend: str | Backend) -> list[Backend]:
@@ -132,7 +160,10 @@ def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, kn
     def described(candidate: Candidate) -> Candidate:
         if candidate.why_not is not None:
             return candidate
-        return replace(candidate, how=known[candidate.name].describe(spec, members.device))
+        try:
+            return replace(candidate, how=known[candidate.name].describe(spec, members.device))
+        except _MISHAPS as error:
+            return replace(candidate, how=f"it failed when it was asked how: {error!r}")
 
     candidates = _candidates(config, spec, members, known)
     usable = _usable(candidates, members, known)
@@ -161,7 +192,10 @@ def _why_not(backend: Backend, config: DispatcherConfig, spec: TransportSpec, me
         return f"row_capacity {config.row_capacity} is not offered by this backend, only {offered}"
     if not traits.duplicate_experts and not config.distinct_experts:
         return "it needs tokens that never name an expert twice, which distinct_experts=True declares"
-    return backend.refusal(spec, GroupFacts(members.rank, members.size, members.device, members.transport))
+    try:
+        return backend.refusal(spec, GroupFacts(members.rank, members.size, members.device, members.transport))
+    except _MISHAPS as error:
+        return f"it failed when it was asked: {error!r}"
 
 
 def _serving(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> Backend:

@@ -98,8 +98,26 @@ def test_opening_asks_no_backend_how_it_would_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LocalBackend, "describe", Speechless.describe)
     with cd.TokenDispatcher(ONE) as dispatcher:
         assert dispatcher.backend_name == "local"
-    with pytest.raises(OSError, match="a broken library"):
-        cd.explain(ONE)
+    assert "it failed when it was asked how: OSError('a broken library')" in str(cd.explain(ONE))
+
+
+@pytest.mark.parametrize(
+    "source", ["raise RuntimeError('no such symbol')", "def Bent():\n    raise OSError('no card')"]
+)
+def test_a_broken_package_takes_no_other_backend_along(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "bent_backend.py").write_text(source)
+    facts = tmp_path / "bent_backend-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: bent-backend\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[crossdock.backends]\nbent = bent_backend:Bent\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bent_backend", raising=False)
+    with cd.TokenDispatcher(ONE) as dispatcher:
+        assert dispatcher.backend_name == "local"
+    (bent,) = [candidate for candidate in cd.explain(ONE).candidates if candidate.name == "bent"]
+    assert bent.why_not is not None and "it could not be loaded: " in bent.why_not
+    assert "no such symbol" in bent.why_not or "no card" in bent.why_not
+    assert "it could not be loaded" in refused(lambda: cd.TokenDispatcher(ONE, backend="bent"), cd.BackendUnavailable)
 
 
 # -- in inference mode ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -75,6 +76,11 @@ def unsendable(rank: int) -> object:
     return lambda: rank
 
 
+def slowly(rank: int, seconds: float) -> int:
+    time.sleep(seconds)
+    return rank
+
+
 def barrier_after(rank: int, seconds: float) -> str:
     time.sleep(seconds)
     dist.barrier()
@@ -110,6 +116,16 @@ def test_a_closed_pool_starts_no_ranks():
     with pytest.raises(RuntimeError, match="this pool of ranks is closed"):
         pool.run(pow, 2)
     assert not pool.pids
+
+
+def test_a_pool_serves_one_thread_at_a_time():
+    with RankPool(1, backend=None) as pool, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(pool.run, slowly, 1.0)
+        while not pool.pids:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="is running a call of another thread"):
+            pool.run(pow, 2)
+        assert first.result() == [0]
 
 
 @pytest.mark.parametrize(("backend", "device_type"), [("gloo", "gpu"), ("nccl", "cpu")])

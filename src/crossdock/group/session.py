@@ -218,7 +218,10 @@ class Session:
             return self._fault_of(Verdict.from_dict(self.state.verdict))  # who gave up has told everyone
         if error.blamed or not self.peers:
             verdict = Verdict(error.blamed, (), str(call), round(waited_s, 1))
-            self.state.propose(verdict.as_dict())
+            if self.peers:
+                verdict = agree_on(verdict, range(len(self.peers)), self.members.rank, self.peers, self.state)
+            else:
+                self.state.propose(verdict.as_dict())
         else:
             expired = waited_s >= self.timeout_s if error.expired is None else error.expired
             self.state.timed_out = self.state.timed_out or expired

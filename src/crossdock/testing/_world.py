@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ._rank import HOST, Answer, WorldSetup, call_message, connect_store, rank_main
 
+_GRACE_S = 2.0  # for the others, once a rank has not come up
 _START_S = 60.0  # importing torch from a cold disk is most of it
 _END_S = 5.0
 _STACKS_S = 1.0
@@ -96,7 +97,7 @@ class World:
         atexit.register(self.kill)
         try:
             self._store = self._start()
-            self.joined = self.collect(_START_S)
+            self.joined = self.collect(_START_S, grace_s=_GRACE_S)
         except BaseException:
             self.kill()
             raise

@@ -13,6 +13,7 @@ with a default process group over all of them. No rank outlives the process that
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -94,7 +95,7 @@ class RankPool:
             num_threads=num_threads,
         )
         self._world: World | None = None
-        self._closed = False
+        self._closed, self._in_use = False, threading.Lock()
 
     @property
     def num_ranks(self) -> int:
@@ -113,6 +114,8 @@ class RankPool:
 
     def run(self, fn: Callable[..., Result], *args: Any, timeout_s: float = 60.0) -> list[Result]:
         """Call `fn(rank, *args)` on every rank and return the results by rank; see `run_ranks`."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this pool of ranks is running a call of another thread")
         try:
             if self._world is None:
                 self._world = _joined_world(self._setup)
@@ -125,6 +128,8 @@ class RankPool:
         except BaseException:  # an interrupt or a test's time limit too: ranks in the middle of a call are of no use
             self.kill()
             raise
+        finally:
+            self._in_use.release()
         return [result.value for result in results]
 
     def kill(self) -> None:

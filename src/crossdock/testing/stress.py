@@ -128,11 +128,17 @@ def stress(
         What went wrong on this rank, in words, the first `MOST_TOLD` of it; empty if nothing did.
 
     Raises:
+        ValueError: a name that is none, or nothing to do.
         AssertionError: an undisturbed call is not what the reference says.
         CrossdockError: whatever a call came to.
     """
     on_gpu = seat.device.type == "cuda"
-    chosen = {name: config for name, config in configs(on_gpu).items() if names is None or name in names}
+    known = configs(on_gpu)
+    chosen = {name: config for name, config in known.items() if names is None or name in names}
+    if len(chosen) < len(names or known) or num_problems < 1:
+        raise ValueError(
+            f"names must be some of {list(known)} and num_problems at least 1, got {names}, {num_problems}"
+        )
     exercises: list[_Exercise] = []
     captured: list[_Exercise] = []
     with ExitStack() as stack:

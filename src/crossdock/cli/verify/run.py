@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +33,7 @@ from crossdock.testing import (
 
 from .plan import Plan
 
+_TURN_S = 0.2
 _CELL_TIMEOUT_S = 300.0  # compiling on a busy machine is the slowest
 
 
@@ -83,10 +84,17 @@ def _run_here(plan: Plan) -> list[list[CellResult]]:
         answers = [threads.submit(work, cell) for cell in plan.cells]
         try:
             with closing(_with_progress(plan.cells)) as shown:
-                return [answer.result() for _, answer in zip(shown, answers, strict=True)]
+                return [_result_of(answer) for _, answer in zip(shown, answers, strict=True)]
         except BaseException:  # an interrupt: nothing more shall start
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _result_of(answer: Future[list[CellResult]]) -> list[CellResult]:
+    """Wait in short turns: an interrupt is noticed between them, whichever thread it has come to."""
+    while not wait([answer], timeout=_TURN_S).done:
+        pass
+    return answer.result()
 
 
 @contextmanager
