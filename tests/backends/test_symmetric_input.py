@@ -109,7 +109,7 @@ in_full = partial(pytest.param, marks=pytest.mark.full)
     ("settings", "fused"),
     [
         ({"expert_alignment": 4}, False),
-        (_SMALL | _HALF, False),
+        in_full(_SMALL | _HALF, False),
         (_GENERAL, False),
         (_GENERAL | _HALF, True),
         in_full(_HALF | {"reduction": "exact"}, False),

@@ -56,7 +56,8 @@ defaults.update(hidden_dim=32, ffn_dim=16, num_experts=8, seq_len=64)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun's ranks meet over Gloo on Linux and macOS")
-@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.full)], ids=["small", "whole"])
+@pytest.mark.full  # half a minute; `verify` and README's program run under torchrun every time
+@pytest.mark.parametrize("small", [True, False], ids=["small", "whole"])
 def test_under_torchrun(tmp_path: Path, text: Path, small: bool):
     (tmp_path / "demo.py").write_text(f"{SMALL_DEMO if small else ''}{DEMO}\n")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
