@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -75,6 +74,7 @@ class WireTransport(Transport):
         self.spec, self.wire, self.device = spec, wire, device
         self.planner = make_planner(spec, device)
         self._may_drop = spec.row_capacity.kind != "exact"
+        self._has_empty_rows = spec.expert_alignment > 1 or self._may_drop  # of padding, and behind the last expert's
         self._sent_bytes = self._sent_rows_bytes = self._host_syncs = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
@@ -132,8 +132,15 @@ class WireTransport(Transport):
         sent, arrived, _, _ = there.splits.tolist()
         table, finish = self._start_table(grad_out, there.token_of_sent, sent, arrived, opened=opened)
         finish()
-        spread = self._spreading(table, there.slot_of_row)
-        grad_rows, grad_row_scores = gather_gradient(**spread, rows=rows, row_scores=row_scores)
+        grad_rows, grad_row_scores = gather_gradient(
+            table,
+            there.slot_of_row,
+            rows=rows,
+            row_scores=row_scores,
+            divisor=self.spec.top_k,
+            may_be_absent=self._has_empty_rows,
+            nan_if=self.wire.given_up,
+        )
         return grad_rows, self.scalars_home(grad_row_scores, layout, None)
 
     def dispatch_backward(
@@ -320,14 +327,10 @@ class WireTransport(Transport):
         return self.wire.start(table[: sum(arriving)], away, arriving, leaving)
 
     def _spread(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> torch.Tensor:
-        return gather_rows(**self._spreading(table, slot_of_row))
-
-    def _spreading(self, table: torch.Tensor, slot_of_row: torch.Tensor) -> dict[str, Any]:
-        """How `gather_rows` spreads what has come over its experts' rows."""
-        return {
-            "table": table,
-            "index": slot_of_row,
-            "divisor": self.spec.top_k,
-            "may_be_absent": self.spec.expert_alignment > 1 or self._may_drop,
-            "nan_if": self.wire.given_up,
-        }
+        return gather_rows(
+            table,
+            slot_of_row,
+            divisor=self.spec.top_k,
+            may_be_absent=self._has_empty_rows,
+            nan_if=self.wire.given_up,
+        )

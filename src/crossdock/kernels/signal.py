@@ -61,7 +61,7 @@ ROUND_SHIFT = 31  # a digest has so many bits
 # Places in `state`: the last round; for every buffer the last round in which it was laid out; then the rest.
 ROUND, ROWS, PARTIALS, SCALARS = 0, 1, 2, 3
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
-INBOX = 11  # rounds of small batches
+INBOX = 11  # rounds of small batches; 12 and 13 are of `stress.py`
 ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
 # of a launch (8) and of its part (9); then those of programs that meet
 NUM_STATE = ARRIVALS + NUM_CHUNKS + 8
