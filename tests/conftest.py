@@ -45,8 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout: waiting for one's turn is not counted
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with turn(alone=item.get_closest_marker("alone") is not None):
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    alone, next_alone = (each is not None and each.get_closest_marker("alone") is not None for each in (item, nextitem))
+    with turn(alone=alone, next_alone=next_alone):
         return (yield)
 
 

@@ -20,6 +20,7 @@ import torch
 import crossdock as cd
 from crossdock import reference
 from crossdock.backends.base import BackendTraits, Transport
+from tests.cli.commands import crossdock
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "crossdock"
@@ -126,8 +127,7 @@ def test_make_targets_exist(page: Path):
 def test_commands_exist():
     named = {name for page in PAGES for name in re.findall(r"\bcrossdock ([a-z]+)(?: --|`| \[)", page.read_text())}
     assert {"demo", "verify"} <= named
-    program = [sys.executable, "-c", "from crossdock.cli import main; main()", "--help"]
-    shown = subprocess.run(program, capture_output=True, text=True, timeout=60).stdout
+    shown = crossdock("--help").stdout
     assert [name for name in sorted(named) if not re.search(rf"\b{name}\b", shown)] == []
 
 

@@ -1,9 +1,9 @@
 """Who may import whom, what may not be written, and what `import crossdock` may not do: read off the sources.
 
 The layers, from the bottom: errors, names and types, which everyone may import; kernels; plain functions (permute,
-rows, reference, capacity, row_capacity, routing, inputs); the ledger; the group and memory; backends; autograd and
-select; the dispatcher; the guard over it (overflow); and on top, with public names only, nn, testing, bench and the
-command line.
+row_memory, rows, reference, capacity, row_capacity, layer_sizes, routing, inputs); the ledger; the group and memory;
+backends; autograd, select and the accounts; an opened dispatcher, a layer's calls, the dispatcher; the guard over it
+(overflow); and on top, with public names only, nn, testing, bench and the command line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LAYERS: dict[str, set[str]] = {
     "ordering": set(),
     "kernels": set(),
     "permute": set(),
-    "rows": {"kernels", "permute"},
+    "row_memory": set(),
+    "rows": {"kernels", "permute", "row_memory"},
     "inputs": set(),
     "reference": set(),
     "row_capacity": set(),
@@ -41,27 +42,29 @@ LAYERS: dict[str, set[str]] = {
     "routing": {"permute"},
     "group": set(),
     "memory": {"group"},
-    "backends": {"permute", "rows", "inputs", "memory", "kernels", "group"},
+    "backends": {"permute", "row_memory", "rows", "inputs", "memory", "kernels", "group"},
     "recompute": set(),
     "eager": set(),
     "operations": {"backends.base", "group", "recompute.frames", "row_capacity"},
     "autograd": {"eager", "operations", "ordering"},
     "select": {"backends", "group"},
     "padding": {"backends.base"},
-    "lending": set(),
+    "layer_sizes": {"row_capacity"},
+    "accounts": {"backends.base", "group", "inputs", "ledger", "row_capacity"},
     "opened": {
+        "accounts",
         "backends.base",
         "group",
         "inputs",
-        "ledger",
-        "lending",
+        "layer_sizes",
         "operations",
         "padding",
         "recompute.frames",
         "row_capacity",
         "rows",
     },
-    "dispatcher": {"inputs", "opened", "autograd", "select", "group", "backends.base", "recompute.frames"},
+    "calls": {"autograd", "inputs", "opened", "recompute.frames"},
+    "dispatcher": {"backends.base", "calls", "group", "opened", "select"},
     "overflow": {"dispatcher", "group", "ledger", "opened", "row_capacity"},
 }
 # These use what a user may use: the package's own names, and its public modules.
@@ -314,5 +317,5 @@ def test_importing_the_package_is_light():
 
 
 def test_importing_the_package_takes_under_300_ms():
-    # Processor time of the best of a few, since the machine has other work too.
-    assert min(float(str(import_facts()["seconds"])) for _ in range(3)) < 0.3
+    # Processor time of one of a few, since the machine has other work too.
+    assert any(float(str(import_facts()["seconds"])) < 0.3 for _ in range(3))

@@ -24,24 +24,15 @@ from .errors import ContractViolation
 from .operations import find
 from .ordering import keep_order_in_inductor, register_ordered
 
-# -- the operators, and their shapes for tracing ----------------------------------------------------------------------
+# -- the operators, and their shapes for tracing, of what they need of their inputs ------------------------------------
 
 
 dispatch = torch.library.custom_op("crossdock::dispatch", mutates_args=())(operations.dispatch)
 
 
 @dispatch.register_fake
-def _(
-    x: Tensor,
-    topk_scores: Tensor,
-    topk_expert_ids: Tensor,
-    num_local_tokens_per_expert: Tensor | None,
-    anchor: Tensor | None,
-    key: str,
-    layer: Tensor,
-    num_tokens_per_rank: int,
-    compiled: bool,
-) -> list[Tensor]:
+def _(x: Tensor, *rest: Any) -> list[Tensor]:
+    *_, key, _, num_tokens_per_rank, _ = rest
     keep_order_in_inductor(_OPERATORS)
     dispatcher = find(key)
     transport, planned = dispatcher.transport, dispatcher.planned_rows(x.shape[0], num_tokens_per_rank)
@@ -62,18 +53,7 @@ combine = torch.library.custom_op("crossdock::combine", mutates_args=())(operati
 
 
 @combine.register_fake
-def _(
-    rows: Tensor,
-    topk_scores: Tensor,
-    row_scores: Tensor,
-    rows_end: Tensor,
-    number: Tensor,
-    layout: Sequence[Tensor],
-    anchor: Tensor | None,
-    key: str,
-    layer: Tensor,
-    apply_scores: bool,
-) -> list[Tensor]:
+def _(rows: Tensor, topk_scores: Tensor, *_: Any) -> list[Tensor]:
     return [rows.new_empty(topk_scores.shape[0], rows.shape[1])]
 
 
@@ -83,15 +63,8 @@ dispatch_backward = torch.library.custom_op("crossdock::dispatch_backward", muta
 
 
 @dispatch_backward.register_fake
-def _(
-    grad_rows: Tensor,
-    grad_row_scores: Tensor,
-    number: Tensor,
-    layout: Sequence[Tensor],
-    key: str,
-    layer: Tensor,
-    num_tokens: int,
-) -> list[Tensor]:
+def _(grad_rows: Tensor, grad_row_scores: Tensor, *rest: Any) -> list[Tensor]:
+    *_, key, _, num_tokens = rest
     top_k = find(key).transport.spec.top_k
     return [grad_rows.new_empty(num_tokens, grad_rows.shape[1]), grad_row_scores.new_empty(num_tokens, top_k)]
 
@@ -100,17 +73,8 @@ combine_backward = torch.library.custom_op("crossdock::combine_backward", mutate
 
 
 @combine_backward.register_fake
-def _(
-    grad_out: Tensor,
-    rows: Tensor,
-    row_scores: Tensor,
-    rows_end: Tensor,
-    number: Tensor,
-    layout: Sequence[Tensor],
-    key: str,
-    layer: Tensor,
-    apply_scores: bool,
-) -> list[Tensor]:
+def _(grad_out: Tensor, _rows: Tensor, row_scores: Tensor, *rest: Any) -> list[Tensor]:
+    *_, key, _, apply_scores = rest
     top_k = find(key).transport.spec.top_k
     grad_rows = grad_out.new_empty(row_scores.shape[0], grad_out.shape[1])
     return [grad_rows, row_scores.new_empty(grad_out.shape[0], top_k) if apply_scores else row_scores.new_empty(0)]

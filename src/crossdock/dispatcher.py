@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import autograd
 from .backends.base import Backend
+from .calls import LayerCalls
 from .errors import BackendUnavailable, ConfigError, ContractViolation
 from .group.members import resolve_members
-from .inputs import check_before_casting, check_combine
-from .names import decode_name, encode_name
+from .names import encode_name
 from .opened import open_first
-from .recompute.frames import count_dispatch
 from .select import choose, make_spec
 from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle, OnOverflow, check_choice
 
@@ -69,6 +67,7 @@ class TokenDispatcher:
             chosen, self._open = open_first(config, members, spec, choose(config, spec, members, backend))
         self._backend_name = chosen.name
         self._group = group
+        self._nameless = LayerCalls(self._open, encode_name(""))
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class TokenDispatcher:
         view = LayerView(self, encode_name(name))
         if on_overflow is not None:
             check_choice("on_overflow", on_overflow, ("raise", "skip_step", "drop"))
-            self._open.set_policy(name, on_overflow)
+            self._open.accounts.set_policy(name, on_overflow)
         return view
 
     def dispatch(
@@ -97,48 +96,44 @@ class TokenDispatcher:
         num_tokens_per_rank: int | None = None,
     ) -> Dispatched:
         """`LayerView.dispatch` of the layer named ""."""
-        return self._nameless().dispatch(
+        return self._nameless.dispatch(
             x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, num_tokens_per_rank=num_tokens_per_rank
         )
 
     def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
         """`LayerView.combine` of the layer named ""."""
-        return self._nameless().combine(rows, handle, apply_scores=apply_scores)
+        return self._nameless.combine(rows, handle, apply_scores=apply_scores)
 
     def join_backward(self, handle: DispatchHandle) -> None:
         """`LayerView.join_backward` of the layer named ""."""
-        self._nameless().join_backward(handle)
+        self._nameless.join_backward(handle)
 
     def input_buffer(self, num_tokens: int) -> Tensor:
-        """Lend the memory from which peers read this rank's rows: fill it, dispatch it, and dispatch copies nothing.
+        """`[num_tokens, hidden_dim]` of a buffer that the dispatcher keeps for `x`, at the same address every time.
 
-        For a producer that writes where it is told to: a kernel of yours, or an operation with `out=`. No rank needs to
-        ask where others do. Returns `[num_tokens, hidden_dim]` of the configured dtype with anything in it, at the same
-        address every time. It may be written at once: every rank has read what was there, on a GPU by the time that
-        the current stream gets here, without a wait of the host.
+        For a producer that writes where it is told to: a kernel of yours, or an operation with `out=`. It is of the
+        configured dtype and part of `workspace_bytes`. All layers share it, and it holds what was written last. A view
+        of it, or a part of one, is dispatched like any other `x`, and as often as you like.
 
-        The next dispatch of exactly this view, on any layer, takes the rows from where they are; results and gradients
-        are those of an ordinary `x`. The view is good for that one dispatch. Any other dispatch and the backward of any
-        combine overwrite it, and a later call of `input_buffer` takes it back; all views show the same memory. Do not
-        write to it once it is dispatched, and do not touch it after `close`. What autograd has saved of it (where a
-        router multiplies it by weights that need a gradient, say) may be overwritten before the backward, which torch
-        then refuses.
+        Nothing else writes there and no peer reads there, so it may be filled again as soon as a dispatch has returned:
+        on a GPU, in the order of its stream. Where another stream is current here than in the last call, it waits for
+        what that call does on the device. No other rank needs to ask for it, and no host waits.
+
+        For autograd every call is a write: a backward that needs what an earlier view held (where a router multiplied
+        it by weights that need a gradient, say) is refused by torch. Do not touch a view after `close`.
 
         Raises:
-            BackendUnavailable: a backend that lends none, as all but `symmetric`; dispatch an ordinary tensor there.
+            BackendUnavailable: a backend that has none, as all but `symmetric`; dispatch an ordinary tensor there.
             InvalidInput: a number outside 0..`num_max_tokens_per_rank`.
-            PeerTimeout: on a CPU, of ranks that do not read what is there; on a GPU later calls raise it.
             ContractViolation: inside a compiled region, from a second thread, or after `close`.
+            PeerTimeout, ContractViolation, CapacityOverflow: the dispatcher's first fault again.
         """
         if torch.compiler.is_compiling():
-            raise ContractViolation("input_buffer cannot be called inside a compiled region: lend and fill it outside")
+            raise ContractViolation("input_buffer cannot be called inside a compiled region: call it outside")
         buffer = self._open.input_buffer(num_tokens)
         if buffer is None:
             raise BackendUnavailable(self.backend_name, "input_buffer is not offered", "dispatch an ordinary tensor")
         return buffer
-
-    def _nameless(self) -> LayerView:
-        return LayerView(self, self._open.nameless)
 
     # -- facts and state --------------------------------------------------------------------------------------------
 
@@ -250,11 +245,11 @@ class TokenDispatcher:
                 stacklevel=2,
             )
             return step(*args, **kwargs)
-        return self._open.calibrate(lambda: step(*args, **kwargs))
+        return self._open.sizes.calibrate(lambda: step(*args, **kwargs))
 
     def recalibrate(self) -> None:
         """Let every layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
-        self._open.recalibrate(None)
+        self._open.sizes.forget(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:
         """A copied model shares the dispatcher."""
@@ -267,131 +262,17 @@ class TokenDispatcher:
         return f"TokenDispatcher(backend={self.backend_name!r}, rank {self.ep_rank} of {self.ep_size})"
 
 
-class LayerView:
+class LayerView(LayerCalls):
     """One layer's way into a shared dispatcher: the same calls, with the layer's name in every error."""
 
     def __init__(self, dispatcher: TokenDispatcher, encoded_name: Tensor) -> None:
-        self._dispatcher, self._encoded_name = dispatcher, encoded_name
-        self._open = dispatcher._open
-
-    @property
-    def name(self) -> str:
-        """The layer's name."""
-        return decode_name(self._encoded_name)
-
-    def recalibrate(self) -> None:
-        """Let this layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
-        self._open.recalibrate(self.name)
+        super().__init__(dispatcher._open, encoded_name)
+        self._dispatcher = dispatcher
 
     @property
     def dispatcher(self) -> TokenDispatcher:
         """The dispatcher that this view shares with others."""
         return self._dispatcher
-
-    def dispatch(
-        self,
-        x: Tensor,
-        topk_scores: Tensor,
-        topk_expert_ids: Tensor,
-        num_local_tokens_per_expert: Tensor | None = None,
-        *,
-        num_tokens_per_rank: int | None = None,
-    ) -> Dispatched:
-        """Send every token's row to the experts it names.
-
-        Args:
-            x: `[T, hidden_dim]` of the configured dtype; T may be 0 and may differ between ranks.
-            topk_scores: `[T, top_k]` float32; other float dtypes are cast.
-            topk_expert_ids: `[T, top_k]` int32 or int64 global ids; -1 is no expert, and a repeated id counts each
-                time.
-            num_local_tokens_per_expert: `[num_experts]`, this rank's histogram of the ids, where the caller has it: a
-                cross-check under `exact` (of its shape alone on a GPU), ignored otherwise.
-            num_tokens_per_rank: this call's bound on T, the same on every rank. Left out, the group agrees by itself
-                under `exact`; the sync-free capacities take T where `equal_token_counts=True` declares it to be
-                everyone's, and else `num_max_tokens_per_rank`.
-
-        Raises:
-            InvalidInput: before any communication.
-            CapacityOverflow: an earlier dispatch has dropped rows, under `on_overflow="raise"`.
-            ContractViolation, PeerTimeout: ranks that differ, or are missing.
-        """
-        check_before_casting(self._open.config, x, topk_scores, topk_expert_ids, num_tokens_per_rank)
-        # A copy in any case: the handle outlives what the caller does to its tensor.
-        scores = topk_scores.clone() if topk_scores.dtype == torch.float32 else topk_scores.to(torch.float32)
-        bound = -1 if num_tokens_per_rank is None else num_tokens_per_rank
-        count_dispatch(self._open.key, self)
-        rows, row_scores, counts, offsets, number, rows_end, *layout = autograd.call_dispatch(
-            x,
-            scores,
-            topk_expert_ids,
-            num_local_tokens_per_expert,
-            self._anchor(),
-            self._open.key,
-            self._encoded_name,
-            bound,
-        )
-        handle = DispatchHandle(
-            encoded_layer=self._encoded_name,
-            num_tokens=x.shape[0],
-            num_rows=rows.shape[0],
-            topk_scores=scores,
-            row_scores=(row_scores.detach() if row_scores.requires_grad else row_scores).clone(),
-            rows_end=rows_end,
-            dispatch_number=number,
-            dispatcher_key=self._open.key,
-            layout=tuple(layout),
-        )
-        return Dispatched(rows=rows, tokens_per_expert=counts, expert_offsets=offsets, scores=row_scores, handle=handle)
-
-    def combine(self, rows: Tensor, handle: DispatchHandle, *, apply_scores: bool = True) -> Tensor:
-        """Bring the experts' rows home: `[T, hidden_dim]`, every token's rows added up in the order of its slots.
-
-        Args:
-            rows: `[R, hidden_dim]`, in the order in which they were dispatched.
-            handle: of that dispatch; may be combined again, and in any order with others.
-            apply_scores: multiply every row by its slot's score; False where the experts did.
-
-        Raises:
-            InvalidInput: before any communication.
-            ContractViolation, PeerTimeout: ranks that differ, or are missing.
-        """
-        check_combine(self._open.config, self._open.key, rows, handle, apply_scores)
-        out = autograd.call_combine(
-            rows,
-            handle.topk_scores,
-            handle.row_scores,
-            handle.rows_end,
-            handle.dispatch_number,
-            handle.layout,
-            self._anchor(),
-            self._open.key,
-            self._encoded_name,
-            apply_scores,
-        )
-        if not torch.compiler.is_compiling() and out.grad_fn is not None:
-            self._open.note_combined(handle, out.grad_fn)
-        return out
-
-    def join_backward(self, handle: DispatchHandle) -> None:
-        """Take part in the backward of a combine whose output this rank's loss leaves out, with a gradient of zero.
-
-        Call it where the other ranks call `backward()`. The experts of this rank get the gradients of the other ranks'
-        tokens, as they would in a backward of its own. It is the whole backward of that output: where this rank has a
-        loss over the same graph, add `0 * out.sum()` to that loss instead.
-
-        Raises:
-            ContractViolation: the handle was not combined in grad mode here, or its backward has already run.
-        """
-        nodes = self._open.take_combined(handle)
-        if not nodes:
-            raise ContractViolation(
-                f"join_backward found no backward left for this handle (layer {handle.layer!r}): it was not combined in"
-                " grad mode, its output was dropped with its graph, or it was compiled (then add 0 * out.sum() to the"
-                " loss)"
-            )
-        config = self._open.config
-        zero = handle.row_scores.new_zeros((handle.num_tokens, config.hidden_dim), dtype=config.dtype)
-        _backward_from(nodes, zero)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerView:
         """A copied model shares the dispatcher."""
@@ -402,16 +283,3 @@ class LayerView:
 
     def __repr__(self) -> str:
         return f"LayerView({self.name!r} of {self._dispatcher!r})"
-
-    def _anchor(self) -> Tensor | None:
-        return self._open.anchor if torch.is_grad_enabled() else None
-
-
-def _backward_from(nodes: list[Any], grad: Tensor) -> None:
-    edges = [torch.autograd.graph.GradientEdge(node, 0) for node in nodes]
-    try:
-        torch.autograd.backward(edges, [grad] * len(edges))
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise ContractViolation("join_backward came late: the backward of this combine has already run here") from error

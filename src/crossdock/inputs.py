@@ -188,3 +188,19 @@ def check_combine(config: DispatcherConfig, key: str, rows: Tensor, handle: Disp
         raise InvalidInput(f"rows must be {config.dtype}, the dtype of this dispatcher, got {rows.dtype}")
     if rows.device != handle.row_scores.device:
         raise InvalidInput(f"rows must be on {handle.row_scores.device}, where they were dispatched, got {rows.device}")
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _refuse_of_inference_mode(rows if apply_scores else None, handle)
+
+
+def _refuse_of_inference_mode(saved_rows: Tensor | None, handle: DispatchHandle) -> None:
+    """What autograd cannot save for the backward of a combine."""
+    if handle.row_scores.is_inference():
+        raise InvalidInput(
+            f"this handle (layer {handle.layer!r}) was made in inference mode, and a combine in grad mode keeps it for"
+            " its backward: dispatch under torch.no_grad(), or combine outside of grad mode"
+        )
+    if saved_rows is not None and saved_rows.is_inference():
+        raise InvalidInput(
+            "rows were made in inference mode, and a combine in grad mode with apply_scores=True keeps them for its"
+            " backward: pass a clone made outside of inference mode, or combine outside of grad mode"
+        )

@@ -7,8 +7,9 @@ somebody asks. On a CPU it is plain integers.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, PEAK, OVERFLOW_PEAK, B
 OVERFLOW, LAYER, FIRST_DEMAND, FIRST_CAPACITY, BAD_IDS, REPEATS, NUM_TROUBLES = range(7)
 TOKENS_OF_PEAK = 2**20  # a peak is a demand per so many tokens: one number that is compared across calls and ranks
 _LAYERS_PER_PAGE = 128
+_COPY_EVERY_S = 1.0  # how often the device's words are sent to the host where nobody asks for them
+_now = time.monotonic
 
 
 class Entry(NamedTuple):
@@ -75,6 +78,37 @@ class Trouble(NamedTuple):
     repeats: int
 
 
+class Drop(NamedTuple):
+    """A layer that has dropped rows: how many, of all that were wanted of it so far."""
+
+    layer: str
+    num_dropped: int
+    num_wanted: int
+
+
+class HostCopy:
+    """A tensor on its way to the host, which need not wait for it; nobody writes to the tensor any more."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._host, self._event = source, None
+        if source.is_cuda:
+            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def has_arrived(self) -> bool:
+        """Whether `values` would not wait."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[Any]:
+        """Its values; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[Any] = self._host.tolist()
+        return values
+
+
 class Ledger(ABC):
     """The accounts of one dispatcher.
 
@@ -103,6 +137,10 @@ class Ledger(ABC):
     def is_capturing(self) -> bool:
         """Whether calls are being captured in a graph at the moment, when nothing can be copied to the host."""
         return self.overflowed.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    @abstractmethod
+    def drop(self) -> Drop | None:
+        """The first layer known to have dropped rows, under another policy than "drop", since `take`; does not wait."""
 
     @abstractmethod
     def trouble(self) -> Trouble:
@@ -148,6 +186,13 @@ def _account(words: list[int]) -> LayerStats:
     )
 
 
+def _first_drop(layers: list[str], words_of_layers: list[list[int]]) -> Drop | None:
+    for layer, words in zip(layers, words_of_layers, strict=False):  # of the latest layers nothing may be known yet
+        if words[OVERFLOW_PEAK]:
+            return Drop(layer, words[WANTED] - words[ROWS], words[WANTED])
+    return None
+
+
 class HostLedger(Ledger):
     """Of a dispatcher on a CPU."""
 
@@ -155,6 +200,7 @@ class HostLedger(Ledger):
         super().__init__(alignment, num_local_experts, device)
         self._pages: list[list[int]] = []
         self._trouble = Trouble(0, "", 0, 0, 0, 0)
+        self._has_dropped = False
 
     def enter(self, entry: Entry) -> Tensor:
         wanted, kept = entry.wanted.tolist(), sum(entry.kept.tolist())
@@ -175,6 +221,7 @@ class HostLedger(Ledger):
         if overflows and entry.policy > 0:
             self.overflowed.fill_(1.0)
             words[OVERFLOW_PEAK] = max(words[OVERFLOW_PEAK], peak)
+            self._has_dropped = True
         if overflows and entry.policy > 1:
             if not self._trouble.overflows:
                 self._trouble = self._trouble._replace(layer=entry.layer, demand=demand, capacity=entry.capacity)
@@ -186,6 +233,7 @@ class HostLedger(Ledger):
         peaks = [words[place] for place in (OVERFLOW_PEAK, PEAK) for words in pages]
         taken = torch.tensor([int(self.overflowed), *peaks], device=self.overflowed.device)
         self.overflowed.zero_()
+        self._has_dropped = False
         for words in pages:
             words[PEAK] = words[OVERFLOW_PEAK] = 0
         return taken
@@ -200,6 +248,9 @@ class HostLedger(Ledger):
 
     def told(self) -> tuple[int, int, int]:
         return self._trouble.overflows, 0, 0
+
+    def drop(self) -> Drop | None:
+        return _first_drop(self.layers, self._pages) if self._has_dropped else None
 
     def trouble(self) -> Trouble:
         return self._trouble
@@ -225,6 +276,9 @@ class DeviceLedger(Ledger):
         self._troubles = torch.zeros(NUM_TROUBLES, dtype=torch.int64, device=device)
         self._told = torch.zeros(NUM_TROUBLES, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._pages = [self._new_page()]
+        self._seen: list[list[int]] = []  # every layer's words as the host knows them, which may be old
+        self._copy: HostCopy | None = None  # newer ones
+        self._copied_at = float("-inf")
 
     def enter(self, entry: Entry) -> Tensor:
         from .kernels.tally import launch_tally
@@ -235,11 +289,12 @@ class DeviceLedger(Ledger):
         return launch_tally(entry, books, place, self.alignment)
 
     def take(self) -> Tensor:
-        words = torch.cat(self._pages)[: len(self._place_of_layer)]
+        words = self._all_words()
         taken = torch.cat([self.overflowed.to(torch.int64), words[:, OVERFLOW_PEAK], words[:, PEAK]])
         self.overflowed.zero_()
         for page in self._pages:
             page[:, PEAK : OVERFLOW_PEAK + 1].zero_()
+        self._seen, self._copy = [], None
         return taken
 
     def forget_fill(self, layer: str) -> None:
@@ -256,14 +311,29 @@ class DeviceLedger(Ledger):
         told = self._told.tolist()
         return told[OVERFLOW], told[BAD_IDS], told[REPEATS]
 
+    def drop(self) -> Drop | None:
+        if not self.is_capturing():
+            self._keep_up()
+        return _first_drop(self.layers, self._seen)
+
+    def _keep_up(self) -> None:
+        """Take the words that have arrived, and now and then send for newer ones."""
+        if self._copy is not None and self._copy.has_arrived():
+            self._seen, self._copy = self._copy.values(), None
+        if self._copy is None and _now() - self._copied_at > _COPY_EVERY_S:
+            self._copy, self._copied_at = HostCopy(self._all_words()), _now()
+
     def trouble(self) -> Trouble:
         overflows, place, demand, capacity, bad_ids, repeats = self._troubles.tolist()
         layers = list(self._place_of_layer)
         return Trouble(overflows, layers[place] if overflows else "", demand, capacity, bad_ids, repeats)
 
     def _words(self) -> list[list[int]]:
-        words: list[list[int]] = torch.cat(self._pages).tolist()
-        return words
+        self._seen = self._all_words().tolist()
+        return self._seen
+
+    def _all_words(self) -> Tensor:
+        return torch.cat(self._pages)[: len(self._place_of_layer)]
 
     def _place(self, layer: str) -> int:
         place = self._place_of_layer.setdefault(layer, len(self._place_of_layer))
@@ -285,5 +355,5 @@ class DeviceLedger(Ledger):
 def open_ledger(alignment: int, num_local_experts: int, device: torch.device) -> HostLedger | DeviceLedger:
     """The ledger of a dispatcher whose rows live on `device`."""
     kind = DeviceLedger if device.type == "cuda" else HostLedger
-    with torch.inference_mode(False):  # it is written in every mode
+    with torch.inference_mode(False):  # it outlives the mode of the call that makes it, and is written in every mode
         return kind(alignment, num_local_experts, device)

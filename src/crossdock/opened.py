@@ -9,43 +9,36 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import operations
+from .accounts import Accounts
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
-from .errors import BackendUnavailable, ContractViolation, InvalidInput
+from .errors import BackendUnavailable, InvalidInput
 from .group.fingerprint import CallFacts
 from .group.members import Members
 from .group.session import Session
-from .inputs import check_dispatch, check_distinct_experts, check_expert_ids, check_local_counts, refuse_late
-from .ledger import DeviceLedger, Entry, HostLedger, open_ledger
-from .lending import Lending
-from .names import encode_name
+from .inputs import check_dispatch, check_distinct_experts, check_expert_ids, check_local_counts
+from .layer_sizes import LayerSizes
 from .padding import open_transport
 from .recompute.frames import Replay
-from .row_capacity import Calibration, Size, resolve_num_rows, tokens_of_call, what_to_change
+from .row_capacity import Calibration, Size
 from .rows import zero_tail
-from .types import DispatcherConfig, DispatcherStats, DispatchHandle, OnOverflow
+from .types import DispatcherConfig, DispatcherStats, DispatchHandle
 
-_SIZES_REMEMBERED = 1024
-_OVERWRITES_INPUT = frozenset({"dispatch", "redispatch", "combine_backward"})  # operations that move rows out
 _key_numbers = itertools.count()
 _T = TypeVar("_T")
 
 
-class Guard(Protocol):
-    """What keeps truncated steps from being applied (see `overflow/`)."""
-
-    def num_skipped(self) -> int:
-        """Steps that it did not apply; waits for the device."""
-
-
 class OpenDispatcher:
     """One opened dispatcher; the operators find it by `key` for as long as it lives. Owns session and transport.
+
+    Attributes:
+        accounts: what its dispatches asked for and got, and who is told of it.
+        sizes: to how many rows they are sized.
 
     Raises:
         PeerTimeout, ContractViolation: members that did not come, or asked for something else.
@@ -62,17 +55,11 @@ class OpenDispatcher:
         self.anchor = torch.zeros(0, requires_grad=True, device=members.device or "cpu")
         # Graph nodes of the combines of every handle that still lives: what `join_backward` goes back from.
         self._combined: weakref.WeakKeyDictionary[DispatchHandle, list[Any]] = weakref.WeakKeyDictionary()
-        self._calibrations: dict[str, Calibration] = {}
-        self._resolve_num_rows = lru_cache(_SIZES_REMEMBERED)(partial(resolve_num_rows, config, spec.ep_size))
-        self._is_calibrating = False
-        self._policies: dict[str, OnOverflow] = {}  # of layers with one of their own
-        self.guard: weakref.ref[Guard] | None = None
-        self._ledger = None if members.device is None else self._open_ledger(members.device)
-        self._told = (0, 0, 0)  # of the ledger's troubles
+        self.sizes = LayerSizes(config, spec.ep_size)
+        self.accounts = Accounts(config, spec, members.device)
         self._last_stream: torch.cuda.Stream | None = None
         self._last_stream_handle = 0  # of it
-        self.nameless = encode_name("")
-        self._use, self._lending = _Use(), Lending()
+        self._use = _Use()
         self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
         operations.register(self.key, self)
 
@@ -89,8 +76,7 @@ class OpenDispatcher:
         """Body of the dispatch operator; arguments are those of `LayerView.dispatch`, scores float32."""
         self._check(x, scores, expert_ids, local_counts, facts)
         self.touch()
-        self._lending.check(x, compiled)
-        num_rows = self._rows_of_call(x, facts, compiled)
+        num_rows = self.sizes.of_call(facts.layer, x, facts.num_tokens_per_rank, compiled=compiled)
         num_tokens = x.shape[0] if self.config.equal_token_counts else -1
         facts = facts._replace(num_tokens=num_tokens, num_rows=-1 if num_rows is None else num_rows)
         ids = expert_ids if expert_ids.dtype is torch.int64 else expert_ids.to(torch.int64)
@@ -98,7 +84,9 @@ class OpenDispatcher:
         def movement(transport: Transport, call: Call) -> tuple[Tensor, Received]:
             received = transport.dispatch(x, scores, ids, num_rows, call)
             if num_rows is None and self.config.row_capacity.kind == "calibrated":
-                self._calibrate(facts, x.shape[0], transport.agree_max(received.rows.shape[0], call))
+                most_rows = transport.agree_max(received.rows.shape[0], call)
+                if self.sizes.measure(facts.layer, x.shape[0], facts.num_tokens_per_rank, most_rows):
+                    self.accounts.forget_fill(facts.layer)
             return self._note(x, ids, facts, received), received
 
         number = torch.full((1,), self.session.num_calls, dtype=torch.int64, device="cpu")
@@ -110,7 +98,6 @@ class OpenDispatcher:
     ) -> list[Tensor]:
         """Body of a dispatch that is recomputed: all outputs of the operator, rows along the recorded layout."""
         check_dispatch(self.config, self.device, x, scores, expert_ids, None)
-        self._lending.check(x, compiled=False)
 
         def movement(transport: Transport, call: Call) -> list[Tensor]:
             recorded = replay.check(expert_ids, self.spec.rank)
@@ -129,66 +116,24 @@ class OpenDispatcher:
             raise InvalidInput(
                 f"num_tokens ({num_tokens}) of an input buffer must lie in 0..num_max_tokens_per_rank ({limit})"
             )
-        with self.session.aside("input_buffer"), torch._C.DisableTorchFunction():
-            self.touch()
+        with self.session.aside("input_buffer"):
+            self.session.raise_fault()
             self._follow_stream()
-            lent: list[Tensor | None] = []
-            self.session.probe(lambda: lent.append(self.transport.input_buffer(num_tokens)))
-            (view,) = lent
-            if view is not None:
-                self._lending.begin(view, limit)
-            return view
-
-    def refuse_lent(self, rows: Tensor) -> None:
-        """See `Lending.check_combined`."""
-        self._lending.check_combined(rows)
+            return self.transport.input_buffer(num_tokens)
 
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
-        """Rows of a dispatch where they follow from its sizes alone, symbolic ones too; None for the other kinds."""
-        if self.config.row_capacity.kind in ("exact", "calibrated"):
-            return None
-        tokens = tokens_of_call(self.config, num_tokens, num_tokens_per_rank)
-        return resolve_num_rows(self.config, self.spec.ep_size, tokens)
-
-    def recalibrate(self, layer: str | None) -> None:
-        """Forget what a layer's calibrating dispatch measured, or all layers'."""
-        if layer is None:
-            self._calibrations.clear()
-        else:
-            self._calibrations.pop(layer, None)
-
-    def calibrate(self, step: Callable[[], _T]) -> _T:
-        """See `TokenDispatcher.calibrate`."""
-        self._calibrations.clear()
-        self._is_calibrating = True
-        try:
-            return step()
-        finally:
-            self._is_calibrating = False
-
-    def calibration_of(self, layer: str) -> Calibration | None:
-        """What a layer is sized by, if it is calibrated."""
-        return self._calibrations.get(layer)
+        """See `LayerSizes.planned`."""
+        return self.sizes.planned(num_tokens, num_tokens_per_rank)
 
     def resize(self, layer: str, calibration: Calibration) -> None:
         """Size a layer by something else from the next dispatch on; on all ranks at the same call."""
-        self._calibrations[layer] = calibration
-        self.ledger.forget_fill(layer)
-
-    def set_policy(self, layer: str, on_overflow: OnOverflow) -> None:
-        """Give a layer an `on_overflow` of its own."""
-        self._policies[layer] = on_overflow
-
-    def may(self, on_overflow: OnOverflow) -> bool:
-        """Whether an overflow of some layer would be treated so."""
-        return on_overflow in (self.config.on_overflow, *self._policies.values())
+        self.sizes.set(layer, calibration)
+        self.accounts.forget_fill(layer)
 
     def take_news(self, device: torch.device) -> Tensor:
-        """`Ledger.take`, for a step that has come to its end; its first word is 2 where a call was given up."""
-        if self._ledger is None:
-            return torch.zeros(1, dtype=torch.int64, device=device)
+        """`Accounts.take`, for a step that has come to its end; its first word is 2 where a call was given up."""
         self._follow_stream()
-        news, fault = self._ledger.take(), self.transport.fault_flag()
+        news, fault = self.accounts.take(device), self.transport.fault_flag()
         if fault is not None:
             news[:1] = torch.maximum(news[:1], (fault != 0).to(torch.int64) * 2)
         return news
@@ -200,8 +145,6 @@ class OpenDispatcher:
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
-            if facts.operation in _OVERWRITES_INPUT:
-                self._lending.end()
             return movement(self.transport, Call(numbered, self.session.state.words, self.session.verify))
 
     def note_combined(self, handle: DispatchHandle, node: Any) -> None:
@@ -214,13 +157,6 @@ class OpenDispatcher:
     def take_combined(self, handle: DispatchHandle) -> list[Any]:
         """The nodes noted for a handle that still live, which are then forgotten."""
         return [node for ref in self._combined.pop(handle, []) if (node := ref()) is not None]
-
-    @property
-    def ledger(self) -> HostLedger | DeviceLedger:
-        """What its dispatches asked for and got."""
-        if self._ledger is None:  # any device will do, and nothing has come yet
-            self._ledger = self._open_ledger(torch.device("cpu"))
-        return self._ledger
 
     def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
         """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
@@ -244,21 +180,16 @@ class OpenDispatcher:
 
     def look(self) -> None:
         """`touch` without the first fault."""
-        if self._ledger is None:
-            return
-        news = self._ledger.told()
-        if news == self._told or self._ledger.is_capturing():
-            return
-        before, self._told = self._told, news
-        if news[0] > before[0]:
-            self._overflow()
-        refuse_late(news[1] - before[1], news[2] - before[2], self.config.num_experts)
+        overflow = self.accounts.look()
+        if overflow is not None:
+            self.session.break_off(overflow)
+            self.transport.abandon()
+            self.session.raise_fault()
 
     def stats(self) -> DispatcherStats:
         """See `TokenDispatcher.stats`."""
         sent, sent_rows = self.transport.bytes_sent()
-        guard = None if self.guard is None else self.guard()
-        layers = {} if self._ledger is None else self._ledger.stats()
+        layers = self.accounts.of_layers()
         return DispatcherStats(
             calls=self.session.num_calls,
             tokens=sum(layer.tokens for layer in layers.values()),
@@ -266,7 +197,7 @@ class OpenDispatcher:
             host_syncs=self.transport.num_host_syncs(),
             sent_bytes=sent,
             sent_rows_bytes=sent_rows,
-            skipped_steps=0 if guard is None else guard.num_skipped(),
+            skipped_steps=self.accounts.num_skipped(),
             layers=layers,
         )
 
@@ -282,66 +213,13 @@ class OpenDispatcher:
         if local_counts is not None and self.config.row_capacity.kind == "exact":
             check_local_counts(self.config, expert_ids, local_counts)
 
-    def _rows_of_call(self, x: Tensor, facts: CallFacts, compiled: bool) -> int | None:
-        """Rows to size this dispatch to; None for as many as come."""
-        capacity = self.config.row_capacity
-        if capacity.kind == "exact":
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise ContractViolation(
-                    f"a dispatch of layer {facts.layer!r} under row_capacity {capacity} waits for the host, which a"
-                    " CUDA graph cannot capture; choose another row capacity for it"
-                )
-            return None
-        measured = self._calibrations.get(facts.layer)
-        if capacity.kind == "calibrated" and (measured is None or self._is_calibrating):
-            if compiled or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                raise ContractViolation(
-                    f"layer {facts.layer!r} is not calibrated yet: row_capacity {capacity} measures the first eager"
-                    " dispatch of every layer, so make one before this layer is compiled or captured"
-                )
-            return None
-        tokens = tokens_of_call(self.config, x.shape[0], facts.num_tokens_per_rank)
-        return int(self._resolve_num_rows(tokens, measured))
-
-    def _calibrate(self, facts: CallFacts, num_tokens: int, most_rows: int) -> None:
-        """Keep what all ranks have agreed on; where nothing came, the next dispatch tries again."""
-        tokens = int(tokens_of_call(self.config, num_tokens, facts.num_tokens_per_rank))
-        seen, before = Calibration(most_rows, tokens), self._calibrations.get(facts.layer)
-        if most_rows and (before is None or seen.exceeds(before)):
-            self._calibrations[facts.layer] = seen
-            if self._ledger is not None:
-                self._ledger.forget_fill(facts.layer)
-
     def _note(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
-        """Enter a dispatch into the ledger and finish its tail; the end of its rows."""
-        if self._ledger is None:  # alone: the first dispatch says where the rows live
-            self.device, self._ledger = x.device, self._open_ledger(x.device)
-        wanted, bad_ids = received.demand
-        kept, ends = received.tokens_per_expert, received.expert_offsets
-        bound = int(tokens_of_call(self.config, x.shape[0], facts.num_tokens_per_rank))
-        policy = self._policies.get(facts.layer, self.config.on_overflow)
-        rows_end = self._ledger.enter(
-            Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids, max(bound, 1), policy)
-        )
-        if self.config.distinct_experts:
-            self._ledger.note_repeats(expert_ids)
+        """Enter a dispatch into the accounts and finish its tail; the end of its rows."""
+        self.device = self.device or x.device  # alone: the first dispatch says where the rows live
+        rows_end = self.accounts.enter(x, expert_ids, facts, received)
         if facts.num_rows >= 0 and self.config.zero_tail:
             zero_tail(received.rows, rows_end, received.row_scores)
         return rows_end
-
-    @torch.inference_mode(False)  # it outlives the mode in which a call may make it
-    def _open_ledger(self, device: torch.device) -> HostLedger | DeviceLedger:
-        return open_ledger(self.config.expert_alignment, self.spec.num_local_experts, device)
-
-    def _overflow(self) -> None:
-        trouble = self.ledger.trouble()
-        self.session.break_off(
-            f"layer {trouble.layer!r} on rank {self.spec.rank}: a dispatch asked for {trouble.demand} rows, and"
-            f" row_capacity {self.config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
-            f" {what_to_change(self.config, trouble.demand, trouble.capacity)}; {_applied(self.guard)}"
-        )
-        self.transport.abandon()
-        self.session.raise_fault()
 
     def allow_unmapping(self) -> None:
         """All graphs that were captured are gone: `close` may free what they use, and what it has left is freed now."""
@@ -369,12 +247,6 @@ class OpenDispatcher:
         if last is not None and is_captured == _is_captured(last):
             stream.wait_stream(last)  # what a graph captures waits for nothing outside of it: its replay is a call
         self._last_stream, self._last_stream_handle = stream, handle
-
-
-def _applied(guard: weakref.ref[Guard] | None) -> str:
-    if guard is None or guard() is None:
-        return "there is no guard, so a step may have been applied"
-    return "the guard applies no step that lacks rows"
 
 
 def open_first(

@@ -48,9 +48,6 @@ class Operable(Protocol):
     def planned_rows(self, num_tokens: Size, num_tokens_per_rank: Size) -> Size | None:
         """Rows of a dispatch, as far as they are known without the call itself (see `LayerView.dispatch`)."""
 
-    def refuse_lent(self, rows: Tensor) -> None:
-        """Raise `InvalidInput` for rows that lie in an input buffer, where nothing stays until a backward."""
-
     def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
         """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
 
@@ -138,10 +135,7 @@ def combine(
     def movement(transport: Transport, call: Call) -> list[Tensor]:
         return [transport.rows_home(rows, weights, layout, call)]
 
-    dispatcher = find(key)
-    if anchor is not None and apply_scores:  # then the backward needs the rows again
-        dispatcher.refuse_lent(rows)
-    return dispatcher.run(facts, movement)
+    return find(key).run(facts, movement)
 
 
 def dispatch_backward(

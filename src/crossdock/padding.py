@@ -105,7 +105,7 @@ class PaddedTransport(Transport):
         return self._inner.agree_max(value, call)
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        return None  # what peers read is padded
+        return self._inner.input_buffer(num_tokens)
 
     def fault_flag(self) -> torch.Tensor | None:
         return self._inner.fault_flag()

@@ -69,15 +69,23 @@ def map_slots(
     ([[2, -1], [0, 3]], [2, -1, 0, 3])
     """
     flat = local_ids.reshape(-1)
-    num_experts = tokens_per_expert.shape[0]
-    key = torch.where(flat < 0, num_experts, flat).to(torch.int32)
-    slots = torch.sort(key, stable=True).indices[:num_slots]
+    slots = _slots_by_expert(flat, tokens_per_expert.shape[0], num_slots)
     shift = _shift_by_padding(tokens_per_expert, alignment)
     position = torch.arange(num_slots, device=flat.device)
     row = position if shift is None else position + shift[flat[slots]]
     row_of_slot = torch.full_like(flat, -1).scatter_(0, slots, row)
     slot_of_row = slots if num_rows == num_slots else flat.new_full((num_rows,), -1).scatter_(0, row, slots)
     return SlotMap(row_of_slot.view(local_ids.shape), slot_of_row)
+
+
+def _slots_by_expert(flat: torch.Tensor, num_experts: int, num_slots: int) -> torch.Tensor:
+    """`[num_slots]` int64: the slots of `flat [N * K]` that name an expert, by expert, then as they stand."""
+    if flat.is_cuda or num_slots == flat.shape[0]:
+        key = torch.where(flat < 0, num_experts, flat).to(torch.int32)
+        return torch.sort(key, stable=True).indices[:num_slots]
+    here = first_true(flat >= 0, num_slots)  # few of them are, where there are many ranks: sort no others
+    by_expert = torch.sort(flat.index_select(0, here).to(torch.int32), stable=True).indices
+    return here.index_select(0, by_expert)
 
 
 def map_slots_within(

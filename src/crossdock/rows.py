@@ -2,40 +2,33 @@
 
 `gather_rows` spreads rows to the places that want a copy; `reduce_rows` adds the rows of each place up again, in order,
 in float32, product and sum rounded one after the other. They are each other's adjoint, and every backend is built from
-them. `score_gradient` is what weighting a row needs on the way back, `gather_gradient` both at once; `new_rows` is the
-memory of large results.
+them. `score_gradient` is what weighting a row needs on the way back, `gather_gradient` both at once. On a CPU, `new`
+makes the memory of results and of what is needed on the way to them (see `row_memory.py`).
 """
 
 from __future__ import annotations
 
-import mmap
-import sys
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from .permute import take_or_zero
+from .row_memory import NewRows, new_rows
 
-_CHUNK_BYTES = 1 << 20  # of float32: what a chunk needs stays in a core's caches, and calls of torch are few enough
-_HUGE_PAGE = 1 << 21
+__all__ = [
+    "gather_gradient",
+    "gather_rows",
+    "new_rows",
+    "poisoned",
+    "reduce_rows",
+    "score_gradient",
+    "zero_tail",
+]
 
-
-def new_rows(num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Uninitialised `[num_rows, D]` with width, dtype and device of `like [N, D]`.
-
-    On a CPU, large ones lie in huge pages where Linux has them. The C library maps every large tensor anew in pages of
-    4 KB: the first touch of 34 MB takes 14 ms then, in huge pages 3 ms (docs/measurements.md).
-    """
-    num_bytes = num_rows * like.shape[1] * like.element_size()
-    if sys.platform == "linux" and like.device.type == "cpu" and num_bytes >= 2 * _HUGE_PAGE:
-        with suppress(OSError):  # a kernel without huge pages
-            # A whole number of huge pages, else the kernel neither aligns the mapping nor rounds up its end.
-            whole = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
-            pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=like.dtype, count=num_rows * like.shape[1]).view(num_rows, -1)
-    return like.new_empty(num_rows, like.shape[1])
+# Of float32. Larger chunks leave a core's caches, smaller ones cost more calls of torch (docs/measurements.md).
+_CHUNK_BYTES = 1 << 21
+_FEW_GAPS = 16  # up to one among so many terms: to close them would cost more
 
 
 def gather_rows(
@@ -46,6 +39,7 @@ def gather_rows(
     may_be_absent: bool = True,
     out: torch.Tensor | None = None,
     nan_if: torch.Tensor | None = None,
+    new: NewRows = new_rows,
 ) -> torch.Tensor:
     """Rows of `table [N, D]` by `index [R]` (int64) over `divisor`: `[R, D]`, in `out` (contiguous) if given.
 
@@ -63,7 +57,7 @@ def gather_rows(
         return launch_gather_rows(table, index, divisor=divisor, out=out, flag=nan_if)
     if divisor != 1:
         index = torch.div(index, divisor, rounding_mode="floor")  # -1 stays -1
-    rows = new_rows(index.shape[0], table) if out is None else out
+    rows = new(index.shape[0], table) if out is None else out
     if table.shape[0] == 0:
         return rows.zero_()
     if not may_be_absent:
@@ -74,13 +68,19 @@ def gather_rows(
 
 
 def reduce_rows(
-    rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None, *, nan_if: torch.Tensor | None = None
+    rows: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+    nan_if: torch.Tensor | None = None,
+    new: NewRows = new_rows,
 ) -> torch.Tensor:
     """Sum of the rows that each place names: `[N, D]` in the dtype of `rows [R, D]`; `index [N, M]` int64, -1 none.
 
     For m = 0..M-1, places with an index: `acc = acc + float32(row)`, or `acc + (weight * float32(row))` with float32
     weights `[N, M]` by term or `[R]` by row, from `acc = +0.0`; product and sum are each rounded to float32 and never
-    fused, and the result is rounded once. `nan_if` is as in `gather_rows`.
+    fused, and the result is rounded once. `out` and `nan_if` are as in `gather_rows`.
 
     >>> reduce_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [-1, 0], [-1, -1]]), None).flatten().tolist()
     [3.0, 1.0, 0.0]
@@ -88,96 +88,154 @@ def reduce_rows(
     if rows.is_cuda:
         from .kernels.reduce import launch_reduce_rows
 
-        return launch_reduce_rows(rows, index, weights, nan_if)
+        sums = launch_reduce_rows(rows, index, weights, nan_if)
+        return sums if out is None else out.copy_(sums)
+    out = new(index.shape[0], rows) if out is None else out
+    if rows.shape[0] == 0:
+        return out.zero_()
     if weights is not None and weights.dim() == 1:
         weights = take_or_zero(weights, index)
-    out = new_rows(index.shape[0], rows)
-    places = _Places.of(index, weights)
-    step = max(1, _CHUNK_BYTES // (4 * max(rows.shape[1], 1)))
-    scratch = _Scratch.of(min(step, index.shape[0]), rows)
-    for start in range(0, index.shape[0], step):
-        part = slice(start, start + step)
-        sums = _sum_chunk(rows, places, part, scratch)
-        if places.order is None:
-            out[part] = sums
+    chunk = _rows_of_chunk(rows)
+    lists = _lists(index, weights, chunk)
+    for number, (scratch, (sums,)) in enumerate(_chunks(rows, new, out)):
+        start = number * chunk
+        acc = _sum_chunk(rows, lists, start, lists.num_with[number], scratch)
+        if lists.of_place is None:
+            sums.copy_(acc)
         else:
-            out.index_copy_(0, places.order[part], sums.to(rows.dtype))
+            rounded = acc if sums.dtype == torch.float32 else scratch.rows.copy_(acc)
+            torch.index_select(rounded, 0, lists.of_place[start : start + chunk], out=sums)
     return out
 
 
-class _Places(NamedTuple):
-    """Every place's list with its gaps closed, the longest first: the m-th rows of all that have one are a prefix.
+class _Lists(NamedTuple):
+    """Every place's list with its gaps closed, in each chunk the longest first: those with an m-th term are a prefix.
+
+    Where gaps are few they stay open, and lists stand as the places do.
 
     Attributes:
-        lists: `[M, N]` int64 rows.
+        rows: `[M, N]` int64; 0 behind the end of a list and in gaps.
         weights: `[M, N, 1]` float32, or None.
-        num_with: how many lists have an m-th row, M numbers.
-        order: `[N]` int64: the place of each list; None if the lists stand as the places do.
+        num_with: by chunk, how many of its lists have an m-th term, M numbers.
+        of_place: `[N]` int64, counted from the beginning of the chunk; None where lists stand as the places do.
+        gaps: `[M, N]` bool where gaps stay open; None where there is none.
     """
 
-    lists: torch.Tensor
+    rows: torch.Tensor
     weights: torch.Tensor | None
-    num_with: list[int]
-    order: torch.Tensor | None
-
-    @classmethod
-    def of(cls, index: torch.Tensor, weights: torch.Tensor | None) -> _Places:
-        """From `index [N, M]` with -1 in the gaps, and `weights [N, M]`.
-
-        >>> places = _Places.of(torch.tensor([[-1, 7], [5, 6], [-1, -1]]), None)
-        >>> places.order.tolist(), places.num_with, places.lists[0, :2].tolist(), places.lists[1, :1].tolist()
-        ([1, 0, 2], [2, 1], [5, 7], [6])
-        """
-        present = index >= 0
-        num_places, most = index.shape
-        if bool(present.all()):
-            return cls(_by_pass(index), None if weights is None else _by_pass(weights), [num_places] * most, None)
-        count = present.sum(1)
-        order = torch.argsort(count, descending=True, stable=True)
-        nth = torch.where(present, torch.cumsum(present, 1) - 1, most)  # gaps go to a column that nobody reads
-
-        def close(values: torch.Tensor) -> torch.Tensor:
-            closed = values.new_empty(num_places, most + 1).scatter_(1, nth, values)
-            return _by_pass(closed.index_select(0, order))
-
-        num_with = num_places - torch.bincount(count, minlength=most + 1).cumsum(0)
-        return cls(close(index), None if weights is None else close(weights), num_with[:most].tolist(), order)
+    num_with: list[list[int]]
+    of_place: torch.Tensor | None
+    gaps: torch.Tensor | None
 
 
-def _by_pass(values: torch.Tensor) -> torch.Tensor:
-    values = values.t().contiguous()
-    return values.unsqueeze(2) if values.is_floating_point() else values
+def _lists(index: torch.Tensor, weights: torch.Tensor | None, chunk: int) -> _Lists:
+    """From `index [N, M]` with -1 in the gaps, and `weights [N, M]`, in chunks of so many places.
+
+    >>> lists = _lists(torch.tensor([[-1, 7], [5, 6], [-1, -1], [4, 4]]), None, chunk=2)
+    >>> lists.num_with, lists.of_place.tolist(), lists.rows.tolist()
+    ([[2, 1], [1, 1]], [1, 0, 1, 0], [[5, 7, 4, 0], [6, 0, 4, 0]])
+    """
+    present = index >= 0
+    num_gaps = index.numel() - int(present.sum())
+    if num_gaps * _FEW_GAPS <= index.numel():
+        return _open_lists(index, weights, ~present if num_gaps else None, chunk)
+    return _closed_lists(index, weights, present, chunk)
+
+
+def _open_lists(index: torch.Tensor, weights: torch.Tensor | None, gaps: torch.Tensor | None, chunk: int) -> _Lists:
+    num_places, most = index.shape
+
+    def by_term(values: torch.Tensor) -> torch.Tensor:
+        return (values if gaps is None else values.masked_fill(gaps, 0)).t().contiguous()
+
+    return _Lists(
+        rows=by_term(index),
+        weights=None if weights is None else by_term(weights).unsqueeze(2),
+        num_with=[[min(chunk, num_places - start)] * most for start in range(0, num_places, chunk)],
+        of_place=None,
+        gaps=None if gaps is None else gaps.t(),
+    )
+
+
+def _closed_lists(index: torch.Tensor, weights: torch.Tensor | None, present: torch.Tensor, chunk: int) -> _Lists:
+    (num_places, most), num_chunks = index.shape, -(-index.shape[0] // chunk)
+    place, nth = torch.arange(num_places), torch.cumsum(present, 1) - 1
+    key = place // chunk * (most + 1) + (most - 1 - nth[:, -1])  # the chunk, then how many terms are missing
+    by_length = torch.argsort(key, stable=True)
+    of_place = torch.empty_like(by_length).scatter_(0, by_length, place)
+    # The first terms of all lists, then the second; gaps go behind the last, where nobody reads.
+    to = torch.where(present, nth, most).mul_(num_places).add_(of_place.unsqueeze(1)).reshape(-1)
+
+    def by_term(values: torch.Tensor) -> torch.Tensor:
+        closed = values.new_zeros((most + 1) * num_places).scatter_(0, to, values.reshape(-1))
+        return closed[: most * num_places].view(most, num_places)
+
+    missing_at_most = torch.bincount(key, minlength=num_chunks * (most + 1)).view(num_chunks, -1).cumsum(1)
+    return _Lists(
+        rows=by_term(index),
+        weights=None if weights is None else by_term(weights).unsqueeze(2),
+        num_with=missing_at_most[:, :most].flip(1).tolist(),
+        of_place=of_place % chunk,
+        gaps=None,
+    )
+
+
+def _sum_chunk(rows: torch.Tensor, lists: _Lists, start: int, num_with: list[int], scratch: _Scratch) -> torch.Tensor:
+    """Sums in float32 of the lists of one chunk, which begins at list `start`; they lie in the scratch."""
+    acc = scratch.second.zero_()
+    for m, num in enumerate(num_with):
+        if num == 0:
+            break
+        these, used = slice(start, start + num), scratch.cut(num)
+        term = torch.index_select(rows, 0, lists.rows[m, these], out=used.rows)
+        if lists.gaps is not None:
+            term.index_fill_(0, lists.gaps[m, these].nonzero().squeeze(1), 0)
+        term = _in_float32(term, used.first)
+        if lists.weights is not None:
+            term.mul_(lists.weights[m, these])
+        used.second.add_(term)
+    return acc
 
 
 class _Scratch(NamedTuple):
-    """What one chunk needs, made once: rows as they are, products and sums in float32, `[step, D]` each."""
+    """What one chunk needs, made once: rows as they are, and two of them in float32, `[chunk, D]` each.
+
+    Where the rows are float32, `rows` and `first` are the same.
+    """
 
     rows: torch.Tensor
-    products: torch.Tensor
-    sums: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
 
-    @classmethod
-    def of(cls, step: int, like: torch.Tensor) -> _Scratch:
-        rows = like.new_empty(step, like.shape[1])
-        products = rows if like.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
-        return cls(rows, products, torch.empty_like(rows, dtype=torch.float32))
+    def cut(self, num: int) -> _Scratch:
+        if num == self.rows.shape[0]:
+            return self
+        return _Scratch(self.rows[:num], self.first[:num], self.second[:num])
 
 
-def _sum_chunk(rows: torch.Tensor, places: _Places, part: slice, scratch: _Scratch) -> torch.Tensor:
-    """Sums of some of the lists, in float32; they lie in the scratch."""
-    sums = scratch.sums[: places.lists[0, part].shape[0]].zero_()
-    for m, num_with in enumerate(places.num_with):
-        num = min(num_with - part.start, sums.shape[0])
-        if num <= 0:
-            break
-        these = slice(part.start, part.start + num)
-        product = torch.index_select(rows, 0, places.lists[m, these], out=scratch.rows[:num])
-        if product.dtype != torch.float32:  # convert first: torch's mixed product converts too, into new memory
-            product = scratch.products[:num].copy_(product)
-        if places.weights is not None:
-            product.mul_(places.weights[m, these])
-        sums[:num].add_(product)
-    return sums
+def _rows_of_chunk(like: torch.Tensor) -> int:
+    return max(1, _CHUNK_BYTES // (4 * max(like.shape[1], 1)))
+
+
+def _chunks(
+    like: torch.Tensor, new: NewRows, *tensors: torch.Tensor
+) -> Iterator[tuple[_Scratch, tuple[torch.Tensor, ...]]]:
+    """Tensors of equally many rows in parts, with memory to work on each; the width is that of `like`.
+
+    It is the same memory for all: a conversion into new memory could cost a page fault for every 4 KB.
+    """
+    chunk = _rows_of_chunk(like)
+    first, second = new(2 * min(chunk, tensors[0].shape[0]), like, torch.float32).tensor_split(2)
+    rows = first if like.dtype == torch.float32 else new(first.shape[0], like)
+    whole = _Scratch(rows, first, second)
+    for parts in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
+        if parts[0].shape[0]:  # no rows are split into one part without any
+            yield whole.cut(parts[0].shape[0]), parts
+
+
+def _in_float32(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Rows themselves if they are float32, else converted in the scratch."""
+    return rows if rows.dtype == torch.float32 else scratch.copy_(rows)
 
 
 def score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torch.Tensor) -> torch.Tensor:
@@ -189,27 +247,27 @@ def score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torc
         from .kernels.score import launch_score_gradient
 
         return launch_score_gradient(rows, grad_rows, row_scores)
-    out = torch.empty_like(row_scores)
-    step = max(1, _CHUNK_BYTES // (4 * max(rows.shape[1], 1)))
-    scratch = rows.new_empty(min(step, rows.shape[0]), rows.shape[1], dtype=torch.float32)
-    for start in range(0, rows.shape[0], step):
-        part = slice(start, start + step)
-        grad = grad_rows[part].float()
-        _scale(grad, rows[part], row_scores[part], scratch[: grad.shape[0]], grad_rows[part], out[part])
-    return out
+    dots = torch.empty_like(row_scores)
+    for scratch, (grad, these, scores, dot) in _chunks(rows, new_rows, grad_rows, rows, row_scores, dots):
+        _scale(grad, these, scores, scratch, grad, dot)
+    return dots
 
 
 def _scale(
     grad: torch.Tensor,
     rows: torch.Tensor,
     row_scores: torch.Tensor,
-    scratch: torch.Tensor,
+    scratch: _Scratch,
     scaled: torch.Tensor,
     dots: torch.Tensor,
 ) -> None:
-    """One chunk of `score_gradient`, from gradient rows in float32."""
-    torch.sum(torch.mul(grad, rows, out=scratch), dim=1, out=dots)
-    torch.mul(grad, row_scores.unsqueeze(1), out=scaled)
+    """One chunk of `score_gradient`; `grad` may lie in `scratch.rows`."""
+    grad = _in_float32(grad, scratch.first)
+    torch.sum(torch.mul(grad, _in_float32(rows, scratch.second), out=scratch.second), dim=1, out=dots)
+    if scaled.dtype == torch.float32:
+        torch.mul(grad, row_scores.unsqueeze(1), out=scaled)
+    else:
+        scaled.copy_(grad.mul_(row_scores.unsqueeze(1)))
 
 
 def gather_gradient(
@@ -221,6 +279,7 @@ def gather_gradient(
     divisor: int = 1,
     may_be_absent: bool = True,
     nan_if: torch.Tensor | None = None,
+    new: NewRows = new_rows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather_rows` of gradients and then `score_gradient`: the scaled rows and the dots, to the same bits.
 
@@ -229,18 +288,12 @@ def gather_gradient(
     if table.is_cuda or table.shape[0] == 0:
         spread = gather_rows(table, index, divisor=divisor, may_be_absent=may_be_absent, nan_if=nan_if)
         return spread, score_gradient(rows, spread, row_scores)
-    scaled, dots = new_rows(index.shape[0], table), torch.empty_like(row_scores)
-    step = max(1, _CHUNK_BYTES // (4 * max(table.shape[1], 1)))
-    scratch = _Scratch.of(min(step, index.shape[0]), table)
-    for start in range(0, index.shape[0], step):
-        part = slice(start, start + step)
-        num = index[part].shape[0]
-        grad = gather_rows(
-            table, index[part], divisor=divisor, may_be_absent=may_be_absent, out=scratch.rows[:num], nan_if=nan_if
-        )
-        if grad.dtype != torch.float32:
-            grad = scratch.products[:num].copy_(grad)
-        _scale(grad, rows[part], row_scores[part], scratch.sums[:num], scaled[part], dots[part])
+    if divisor != 1:
+        index = torch.div(index, divisor, rounding_mode="floor")
+    scaled, dots = new(index.shape[0], table), torch.empty_like(row_scores)
+    for scratch, (place, these, scores, to, dot) in _chunks(table, new, index, rows, row_scores, scaled, dots):
+        grad = gather_rows(table, place, may_be_absent=may_be_absent, out=scratch.rows)
+        _scale(grad, these, scores, scratch, to, dot)
     return scaled, dots
 
 

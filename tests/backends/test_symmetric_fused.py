@@ -1,7 +1,8 @@
 """The kernels of the symmetric backend as a GPU runs them, waiting and telling by themselves, in the interpreter.
 
 There the programs of a launch run one after the other. So those that wait for each other within a launch are one here,
-and those that tell come before those that wait.
+and those that tell come before those that wait. Those that push therefore end before anybody has arranged, and never
+help to spread (`have_come` says no): that runs on GPUs only.
 """
 
 from __future__ import annotations
@@ -46,12 +47,11 @@ from crossdock.kernels.signal import (
     GIVEN_UP,
     LAST_TARGET,
     NUM_SENT,
-    PARTIALS,
     READ,
     ROUND,
     ROUND_SHIFT,
-    ROWS,
     SCALARS,
+    STAGING,
 )
 from crossdock.memory.block import Block
 from crossdock.memory.workspace import Workspace
@@ -64,11 +64,13 @@ CPU = torch.device("cpu")
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Kernels that wait and tell, several programs a launch wherever none waits for a later one, several chunks."""
-    tiles = {name: Tile(4, 16, programs, 2) for name, programs in (("copy", 3), ("pull", 5), ("give", 4), ("take", 5))}
+    tiles = {
+        name: Tile(4, 16, programs, 2) for name, programs in (("push", 3), ("spread", 1), ("give", 4), ("take", 5))
+    }
     plan_of = Plan.of
 
     def plan(cls: type[Plan], spec: TransportSpec, device: torch.device) -> Plan:
-        return plan_of(spec, device)._replace(chunk_len=16, arrangers=1, bulk_blocks=0, small=0, **tiles)
+        return plan_of(spec, device)._replace(chunk_len=16, arrangers=1, small=0, **tiles)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(signal.Board, "fused", property(lambda board: True))
@@ -165,7 +167,7 @@ def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, al
     bound = 7 if num_tokens == 7 else -1
     actual = transport.dispatch(x, scores, ids, capacity, _call(0, bound=bound))
     expected = local.dispatch(x, scores, ids, capacity, _call(0))
-    _assert_settled(transport, {ROUND: 1, ROWS: 1, PARTIALS: 0, SCALARS: 0}, call=0)
+    _assert_settled(transport, {ROUND: 1, STAGING: 1, SCALARS: 0}, call=0)
     filled = int(expected.expert_offsets[-1])
     for name in ("tokens_per_expert", "expert_offsets"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
@@ -178,7 +180,7 @@ def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, al
     assert_bit_equal(again[:filled], local.rows_out(-x, expected.layout, _call(1))[:filled], "rows along the layout")
     home = transport.scalars_home(actual.row_scores, actual.layout, None)
     assert_bit_equal(home, local.scalars_home(expected.row_scores, expected.layout, None), "scalars")
-    _assert_settled(transport, {ROUND: 3, ROWS: 2, PARTIALS: 0, SCALARS: 3}, call=1)
+    _assert_settled(transport, {ROUND: 3, STAGING: 2, SCALARS: 3}, call=1)
 
     for number, weighted in ((2, True), (3, False)):
         weights = Weights(scores, actual.row_scores) if weighted else None
@@ -186,7 +188,7 @@ def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, al
         weights = Weights(scores, expected.row_scores) if weighted else None
         assert_bit_equal(out, local.rows_home(expected.rows, weights, expected.layout, _call(number)), "sums")
     rounds = 2 if reduction == "fast" else 2 * TOP_K
-    _assert_settled(transport, {ROUND: 3 + rounds, ROWS: 2, PARTIALS: 3 + rounds, SCALARS: 3}, call=3)
+    _assert_settled(transport, {ROUND: 3 + rounds, STAGING: 3 + rounds, SCALARS: 3}, call=3)
     # Whatever counts too few programs tells too early, and then once more.
     assert len(told) == len(set(told)) >= (3 + rounds) * 2
     transport.close()
@@ -198,14 +200,14 @@ def test_ids_outside_the_range_are_counted_and_the_next_call_works(fused):
     ids[2, 1], ids[30, 0], ids[32, 2] = EXPERTS, -2, 2**40
     with pytest.raises(cd.InvalidInput, match="3 on rank 0; no row was moved"):
         transport.dispatch(x, scores, ids, None, _call(0))
-    _assert_settled(transport, {ROUND: 1, ROWS: 1}, call=0)
+    _assert_settled(transport, {ROUND: 1, STAGING: 1}, call=0)
     received = transport.dispatch(x, scores, ids, 200, _call(0))
     assert received.demand.bad_ids.tolist() == [3]
     assert int(received.tokens_per_expert.sum()) == int(((ids >= 0) & (ids < EXPERTS)).sum())
-    _assert_settled(transport, {ROUND: 2, ROWS: 2}, call=0)
+    _assert_settled(transport, {ROUND: 2, STAGING: 2}, call=0)
     assert transport.agree_max(27, _call(0)) == 27
     assert transport.dispatch(x, scores, ids.clamp(-1, EXPERTS - 1), None, _call(1)).demand.bad_ids.tolist() == [0]
-    _assert_settled(transport, {ROUND: 4, ROWS: 4}, call=1)
+    _assert_settled(transport, {ROUND: 4, STAGING: 4}, call=1)
     transport.close()
 
 

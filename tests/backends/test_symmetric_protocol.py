@@ -23,25 +23,24 @@ from crossdock.types import RowCapacity
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
 from crossdock.backends.symmetric import transport
-from crossdock.kernels import arrange, combine, publish, pull, scalars, small_combine, small_dispatch
+from crossdock.kernels import arrange, combine, move, publish, scalars, small_combine, small_dispatch
 from crossdock.kernels.signal import (
     CHUNKS,
     INBOX,
     NUM_CHUNKS,
-    PARTIALS,
     READ,
     ROUND,
     ROUND_SHIFT,
     ROUTED,
-    ROWS,
     SCALARS,
+    STAGING,
     Board,
 )
 
 # -- noting what a call does ------------------------------------------------------------------------------------------
 
 _WORDS = {ROUTED: "routed", CHUNKS: "chunks", READ: "read"}
-_BUFFERS = {ROWS: "rows", PARTIALS: "shares", SCALARS: "slips"}
+_BUFFERS = {STAGING: "staging", SCALARS: "slips"}
 
 
 class Step(NamedTuple):
@@ -50,7 +49,7 @@ class Step(NamedTuple):
     Attributes:
         what: wait, tell, write or read; with " small" for rounds of small batches.
         where: a word or a place.
-        buffer: that has been laid out (tell), or has to be free (wait for "read").
+        buffer: that has been filled (tell), or has to be free (wait for "read").
         begins: whether this begins a round, or comes before what does.
     """
 
@@ -65,15 +64,14 @@ def _movements(kernel: Callable[..., None], options: dict[str, Any]) -> list[Ste
     gives, takes = [], []
     if kernel is publish.publish_routing_kernel:
         gives = [Step("write", "routing", begins=True)]
-    elif kernel is publish.publish_rows_kernel:
-        gives = [Step("write", "rows", begins=options["BEGINS"])]
+    elif kernel is move.move_rows_kernel:
+        gives = [Step("write", "staging", begins=options["BEGINS"])] if options["PUSHES"] else []
+        takes = [Step("read", "staging")] if options["SPREADS"] else []
     elif kernel is arrange.arrange_kernel:
         gives = [Step("read", "tokens"), Step("read", "routing")] if options["COUNTS"] else []
         takes = [Step("read", "routing")] if options["PLACES"] else []
-    elif kernel is pull.pull_rows_kernel:
-        takes = [Step("read", "rows")]
     elif kernel in (combine.combine_kernel, scalars.swap_scalars_kernel):
-        place = "shares" if kernel is combine.combine_kernel else "slips"
+        place = "staging" if kernel is combine.combine_kernel else "slips"
         gives = [Step("write", place, begins=True)] if options["GIVES"] else []
         takes = [Step("read", place)] if options["TAKES"] else []
     else:
@@ -104,7 +102,7 @@ def _note(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> list[Step]:
         return [Step("tell", _WORDS[word], _BUFFERS.get(buffer, ""), begins or word == ROUTED)]
 
-    modules = (arrange, combine, publish, pull, scalars, small_combine, small_dispatch, transport)
+    modules = (arrange, combine, move, publish, scalars, small_combine, small_dispatch, transport)
     for module in modules:
         for name, steps_of in (
             ("launch", lambda kernel, *args, **options: _movements(kernel, options)),
@@ -176,9 +174,6 @@ def _operations(opened: transport.SymmetricTransport) -> dict[str, Callable[[], 
     def home() -> torch.Tensor:
         return opened.rows_home(there[0].rows, Weights(scores, there[0].row_scores), there[0].layout, call)
 
-    def lent() -> None:
-        there.append(opened.dispatch(opened.input_buffer(3).copy_(x), scores, ids, None, call))
-
     operations: dict[str, Callable[[], object]] = {
         "dispatch": lambda: there.append(opened.dispatch(x, scores, ids, None, call)),
         "dispatch to a capacity": lambda: there.append(opened.dispatch(x, scores, ids, 8, call)),
@@ -187,7 +182,6 @@ def _operations(opened: transport.SymmetricTransport) -> dict[str, Callable[[], 
         "scalars": lambda: opened.scalars_home(there[0].row_scores, there[0].layout, call),
         "agree": lambda: opened.agree_max(3, call),
         "refused": refused,
-        "dispatch of what was lent": lent,
     }
     return operations
 
@@ -203,15 +197,12 @@ def traces() -> dict[str, Trace]:
             opened = _opened(reduction) if capacity is None else _opened(reduction, row_capacity=capacity)
             before: list[str] = []
             for operation, act in _operations(opened).items():
-                if capacity is not None and operation in ("dispatch", "dispatch of what was lent"):
+                if capacity is not None and operation == "dispatch":
                     continue
                 steps.clear()
                 act()
                 if operation == "agree":
                     steps.insert(steps.index(Step("wait", "routed")) + 1, Step("read", "tokens"))  # by the host
-                if operation == "dispatch of what was lent":  # the producer writes in the place of the kernel
-                    steps.remove(Step("write", "rows"))
-                    steps.insert(1, Step("write", "rows", begins=True))
                 small = any(step.what.endswith("small") for step in steps)
                 name = f"small {operation}" if small else operation
                 trace = Trace(steps.copy(), tuple(before), *_board_at_the_end(opened.rounds.board))
@@ -268,7 +259,7 @@ class _Rank:
         self.number += step.begins
         if step.where == "routed":
             self.micros.append(Micro("fill", self._at("tokens", self.number), self.number))
-        self.last["rows" if step.where == "routed" else step.buffer] = self.number
+        self.last["staging" if step.where == "routed" else step.buffer] = self.number
         if step.where == "chunks" and step.begins:  # for ranks that dispatch instead
             self.micros.append(Micro("tell", self._at("routed", self.number), self.number))
         self.micros.append(Micro("tell", self._at(step.where, self.number), self.number))
@@ -355,31 +346,28 @@ def explore(micros: Sequence[Micro]) -> Found:
 
 _OPERATIONS = (
     "dispatch", "refused", "rows out", "combine fast", "combine exact", "scalars", "agree",
-    "small combine fast", "dispatch of what was lent",
+    "small combine fast",
 )  # fmt: skip
 
 
 def test_operations_are_what_they_say(traces: dict[str, Trace]):
     assert set(traces) == {*_OPERATIONS, "dispatch to a capacity", "small dispatch to a capacity"}
-    free, told = Step("wait", "read", "rows"), Step("tell", "routed", begins=True)
+    free, told = Step("wait", "read", "staging"), Step("tell", "routed", begins=True)
     beginning = [free, Step("write", "routing", begins=True), told]
     routing = [Step("read", "tokens"), Step("read", "routing")]
-    laid_out = [Step("write", "rows"), Step("tell", "chunks", "rows")]
+    pushed = [Step("write", "staging"), Step("tell", "chunks", "staging")]
     done = Step("tell", "read")
     assert traces["dispatch"].steps == [
-        *beginning, *laid_out, Step("wait", "routed"), *routing, Step("read", "routing"),
-        Step("wait", "chunks"), Step("read", "rows"), done,
+        *beginning, *pushed, Step("wait", "routed"), *routing, Step("read", "routing"),
+        Step("wait", "chunks"), Step("read", "staging"), done,
     ]  # fmt: skip
     assert traces["dispatch to a capacity"].steps == traces["dispatch"].steps
-    lent = [free, Step("write", "rows", begins=True), *traces["dispatch"].steps]
-    lent.remove(Step("write", "rows"))
-    assert traces["dispatch of what was lent"].steps == lent
-    assert traces["refused"].steps == [*beginning, *laid_out, Step("wait", "routed"), *routing, done]
+    assert traces["refused"].steps == [*beginning, *pushed, Step("wait", "routed"), *routing, done]
     assert traces["agree"].steps == [free, told, Step("wait", "routed"), Step("read", "tokens"), done]
     for name, place, rounds in (
-        ("rows out", "rows", 1),
-        ("combine fast", "shares", 1),
-        ("combine exact", "shares", 2),
+        ("rows out", "staging", 1),
+        ("combine fast", "staging", 1),
+        ("combine exact", "staging", 2),
         ("scalars", "slips", 1),
     ):
         assert traces[name].steps == rounds * [
@@ -410,15 +398,15 @@ def test_no_interleaving_of_three_calls_goes_wrong(traces: dict[str, Trace], ful
 _LEFT_OUT = [
     ("dispatch", "await", "read", "read routing"),
     ("dispatch", "await", "routed", "read tokens"),
-    ("dispatch", "await", "chunks", "read rows"),
+    ("dispatch", "await", "chunks", "read staging"),
     ("dispatch", "tell", "read", "stuck"),
     ("dispatch", "tell", "routed", "stuck"),
     ("dispatch", "tell", "chunks", "stuck"),
-    ("rows out", "await", "read", "read rows"),
-    ("rows out", "await", "chunks", "read rows"),
-    ("combine fast", "await", "read", "read shares"),
-    ("combine fast", "await", "chunks", "read shares"),
-    ("combine exact", "await", "read", "read shares"),
+    ("rows out", "await", "read", "read staging"),
+    ("rows out", "await", "chunks", "read staging"),
+    ("combine fast", "await", "read", "read staging"),
+    ("combine fast", "await", "chunks", "read staging"),
+    ("combine exact", "await", "read", "read staging"),
     ("scalars", "await", "read", "read slips"),
     ("scalars", "await", "chunks", "read slips"),
     ("refused", "await", "read", "read routing"),
@@ -435,12 +423,6 @@ def test_what_is_left_out_is_missed(traces: dict[str, Trace], call: str, what: s
     assert explore(kept).wrong.startswith(wrong)
 
 
-def test_a_lender_that_does_not_wait_is_missed(traces: dict[str, Trace]):
-    lending, *others = traces["dispatch of what was lent"].steps
-    assert lending == Step("wait", "read", "rows")
-    assert explore(micro_steps(3 * others)).wrong.startswith("read rows")
-
-
 def test_one_of_many_waits_that_is_left_out_is_missed(traces: dict[str, Trace]):
     """In a sequence of all operations, each wait but those that another has made needless."""
     micros = micro_steps([step for call in _OPERATIONS for step in traces[call].steps])
@@ -452,7 +434,7 @@ def test_one_of_many_waits_that_is_left_out_is_missed(traces: dict[str, Trace]):
 
 
 def test_one_place_for_every_round_would_not_do(traces: dict[str, Trace]):
-    for calls in (["dispatch", "combine fast", "rows out"], ["small combine fast"] * 3):
+    for calls in (["dispatch", "scalars", "rows out"], ["small combine fast"] * 3):
         steps = [step for call in calls for step in traces[call].steps]
         assert not explore(micro_steps(steps)).wrong
         assert explore(micro_steps(steps, parities=1)).wrong

@@ -17,11 +17,11 @@ QUICK = [*SWEPT, "--tokens", "8"]
 
 def test_a_sweep_with_all_its_files(tmp_path: Path):
     record, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    done = typed(
+    done = crossdock(
         "bench", "--device", "cpu", "--backend", "all_to_all", *SWEPT, "--sweep", "4,16", "--exact", "--bars",
         "--json", str(record), "--plot", str(picture),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert "2 cpu ranks; ceilings: put " in done.stdout
     assert "own-16: 16 tokens a rank x 64 x 8 experts, top-2, bfloat16, uniform" in done.stdout
     assert "bars of symmetric, set for 4 NVLink GPUs" in done.stdout

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from crossdock.cli.verify.plan import Plan, make_plan
+from crossdock.errors import ConfigError
 from tests.cli.commands import crossdock, finished, typed
 
 
@@ -84,12 +87,52 @@ def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path, monkeypatch: pytes
     assert {cell["status"] for cell in cells if cell["group"] == "rows"} == {"passed", "skipped"}
 
 
+@pytest.fixture
+def sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, and two backends of another package: of one the ranks may share it."""
+    classes = "from bent import Bent\nclass Alone(Bent): name = 'alone'\nclass Shared(Bent): name = 'shared'\n"
+    traits = "BackendTraits(devices=frozenset({'cuda'}), dtypes=frozenset(), ranks_share_gpus=True)"
+    (tmp_path / "bent.py").write_text(BENT)
+    (tmp_path / "two.py").write_text(
+        f"from crossdock.backends.base import BackendTraits\n{classes}Shared.traits = {traits}\n"
+    )
+    facts = tmp_path / "two-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: two\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[crossdock.backends]\nalone = two:Alone\nshared = two:Shared\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize(
+    ("backend", "may"),
+    [("symmetric", True), ("loopback", True), ("shared", True), ("alone", False), ("all_to_all", False)],
+)
+def test_ranks_share_a_gpu_where_the_backend_s_traits_say_so(backend: str, may: bool):
+    def plan(share_gpus: bool = True, ranks: int = 4) -> Plan:
+        return make_plan(backend, ranks, "cuda", share_gpus, 1, False, None, None)
+
+    if not may:
+        with pytest.raises(ConfigError, match=rf"ranks_share_gpus; got --device cuda and --backend {backend}$"):
+            plan()
+        return
+    made = plan()
+    assert (made.device_type, made.share_gpus) == ("cuda", backend != "loopback")  # threads have one device anyway
+    assert made.in_threads or made.group_backend == "gloo"
+    assert plan(ranks=1).group_backend == "nccl"  # it has the GPU for itself
+    if not made.in_threads:
+        with pytest.raises(ConfigError, match="--device cuda needs 4 CUDA devices on this host, torch sees 1"):
+            plan(share_gpus=False)
+
+
 WRONG = {
     "unknown backend 'typo'; known are 'local', 'loopback', 'all_to_all'": ["--backend", "typo"],
     "backend 'local' serves one rank, got --ranks 2": ["--backend", "local", "--ranks", "2"],
     "--ranks must be at least 1, got 0": ["--ranks", "0"],
     "--jobs must be at least 1, and 1 under torchrun, got 0": ["--jobs", "0"],
     "got --device cpu and --backend symmetric": ["--backend", "symmetric", "--device", "cpu", "--share-gpus"],
+    "got --device cuda and --backend all_to_all": ["--backend", "all_to_all", "--device", "cuda", "--share-gpus"],
     "--device must be auto, cpu or cuda, got 'tpu'": ["--device", "tpu"],
     "--only 'nothing of the kind' is in no cell's description": ["--only", "nothing of the kind"],
     "--json /no/such/folder/x.json is in a folder that does not exist": ["--json", "/no/such/folder/x.json"],

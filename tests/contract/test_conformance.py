@@ -9,7 +9,7 @@ from tests.contract.conftest import BACKENDS, On
 
 # Inductor compiles for long, and what it makes of a layout does not depend on the backend; aot_eager stays.
 COMPILED_TO_CODE = {"torch.compile, inductor: the same bits", "torch.compile, worst case: the same bits"}
-WITHOUT_CODE = ("symmetric",)
+WITHOUT_CODE = ("symmetric", "loopback")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

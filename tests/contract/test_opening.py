@@ -154,11 +154,14 @@ assert not {"deep_ep", "uccl"} & set(sys.modules)
 """
 
 
-@pytest.mark.parametrize("fault", ["", "raise AssertionError('no GPU')", "raise OSError('undefined symbol')"])
-def test_no_gpu_no_triton_and_broken_vendor_packages(fault: str, tmp_path: Path):
-    if fault:
-        for name in ("deep_ep", "uccl"):
-            (tmp_path / f"{name}.py").write_text(fault)
+@pytest.mark.parametrize(
+    "faults",
+    [{}, {"deep_ep": "raise AssertionError('no GPU')", "uccl": "raise OSError('undefined symbol')"}],
+    ids=["none", "broken"],
+)
+def test_no_gpu_no_triton_and_broken_vendor_packages(faults: dict[str, str], tmp_path: Path):
+    for name, fault in faults.items():
+        (tmp_path / f"{name}.py").write_text(fault)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     command = [sys.executable, "-c", WITHOUT_TRITON]

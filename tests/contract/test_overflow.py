@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crossdock as cd
+from crossdock import ledger as ledger_module
 from crossdock.ledger import DeviceLedger
 from crossdock.testing import Seat, assert_bit_equal
 from tests.contract.conftest import On
@@ -180,7 +183,7 @@ def scaled(seat: Seat, make: str, settings: dict[str, Any], unscale: bool) -> No
                 assert model.router.grad is not None
                 model.router.grad[0, 0] = float("inf")
             if number == 4:
-                dispatcher._open.ledger.overflowed.fill_(1.0)  # the layers have grown by now
+                dispatcher._open.accounts.ledger.overflowed.fill_(1.0)  # the layers have grown by now
             if unscale:
                 scaler.unscale_(optimizer)
             before = state_bits(model, optimizer)
@@ -216,12 +219,15 @@ def capacities_around_the_demand(seat: Seat) -> None:
         capacity = cd.RowCapacity.exact() if share is None else cd.RowCapacity.rows(int(share * NUM_TOKENS * 2))
         with seat.open(guarded_config(row_capacity=capacity)) as dispatcher:
             model = Model(dispatcher, num_layers=1)
+            guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"](list(model.parameters())))
             x = torch.randn(NUM_TOKENS, 16, generator=torch.Generator().manual_seed(seat.rank)).requires_grad_()
             scores = torch.rand(NUM_TOKENS, 2, generator=torch.Generator().manual_seed(9)).requires_grad_()
             routed = dispatcher.dispatch(x, scores, ids_of("even"))
             out = dispatcher.combine(model.experts[0](routed.rows, routed.expert_offsets), routed.handle)
             out.square().sum().backward()
-            assert float(dispatcher._open.ledger.overflowed) == float(share == 0.5)
+            assert float(dispatcher._open.accounts.ledger.overflowed) == float(share == 0.5)
+            guard.step()
+            assert guard.num_skipped() == int(share == 0.5)
             end = int(routed.expert_offsets[-1])
             assert x.grad is not None and scores.grad is not None
             outcomes[share] = [routed.rows[:end], routed.tokens_per_expert, out, x.grad, scores.grad]
@@ -310,7 +316,9 @@ def overflow_of_the_case(seat: Seat, on_overflow: str) -> tuple[float, int, int,
     )
     message = ""
     with seat.open(config) as dispatcher:
-        ledger, x, scores = dispatcher._open.ledger, torch.ones(64, 32), torch.ones(64, 2)
+        ledger, x, scores = dispatcher._open.accounts.ledger, torch.ones(64, 32), torch.ones(64, 2)
+        weight = torch.nn.Parameter(torch.ones(1))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight])) if on_overflow == "skip_step" else None
         for _ in range(2):
             even = dispatcher.dispatch(x, scores, torch.arange(128).view(64, 2) % 4)
             dispatcher.combine(even.rows, even.handle)
@@ -321,6 +329,7 @@ def overflow_of_the_case(seat: Seat, on_overflow: str) -> tuple[float, int, int,
             message = refused(lambda: dispatcher.combine(routed.rows, routed.handle), cd.CapacityOverflow)
         else:
             dispatcher.combine(routed.rows, routed.handle)
+        assert guard is None or guard.num_skipped() == 0  # no step has ended
         kept, overflows = int(routed.tokens_per_expert.sum()), ledger.stats()[""].overflows
         dispatcher._open.close()
     return flag, kept, overflows, message
@@ -413,6 +422,108 @@ def test_under_raise_the_step_is_not_applied(on: On, backend: str):
     assert "asked for 32 rows" in first and first.endswith("the guard applies no step that lacks rows")
 
 
+# -- without a guard ---------------------------------------------------------------------------------------------------
+
+UNWATCHED = (
+    "layer 'moe' on rank {} has dropped {} of {} rows, and no OverflowGuard watches its dispatcher: without one"
+    " on_overflow='skip_step' skips no step, it only counts. Make an OverflowGuard(dispatcher, optimizer) and call its"
+    " step() in the place of optimizer.step(), or set on_overflow='drop' if dropping is meant"
+)
+
+
+def warned_of(seat: Seat, touch: str, watched: bool, fields: dict[str, Any], policy: Any) -> list[list[str]]:
+    """What is warned of by the touch point behind the first drop, and by all later ones."""
+    told: list[list[str]] = []
+    with seat.open(guarded_config(row_capacity=cd.RowCapacity.rows(12), **fields)) as dispatcher:
+        layer, weight = dispatcher.layer("moe", on_overflow=policy), torch.nn.Parameter(torch.ones(16))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight])) if watched else None
+        x, scores = weight.detach().expand(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2)
+        routed = layer.dispatch(x, scores, ids_of("hot"))
+        touches = {
+            "check": dispatcher.check,
+            "stats": dispatcher.stats,
+            "combine": lambda: layer.combine(routed.rows, routed.handle),
+            "dispatch": lambda: layer.dispatch(x, scores, ids_of("hot")),
+        }
+        for name in (touch, *touches):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                touches[name]()
+            told.append([str(warning.message) for warning in caught])
+        assert guard is None or guard.num_skipped() == 0
+    return [told[0], [message for later in told[1:] for message in later]]
+
+
+@pytest.mark.parametrize("touch", ["check", "stats", "combine", "dispatch"])
+def test_the_first_drop_that_nobody_watches_is_warned_of_once(on: On, touch: str):
+    message = UNWATCHED.format(1, 20, 32)
+    assert on("all_to_all", 2)(warned_of, touch, False, {}, None) == [[[], []], [[message], []]]
+
+
+@pytest.mark.parametrize(
+    ("watched", "fields", "policy", "is_told"),
+    [
+        (True, {}, None, False),
+        (False, {"on_overflow": "drop"}, None, False),
+        (False, {}, "drop", False),
+        (False, {"on_overflow": "drop"}, "skip_step", True),
+    ],
+    ids=["watched", "drop", "a layer that drops", "a layer that skips"],
+)
+def test_dropping_on_purpose_and_guarded_drops_are_not_warned_of(
+    on: On, watched: bool, fields: dict[str, Any], policy: Any, is_told: bool
+):
+    told = on("all_to_all", 2)(warned_of, "check", watched, fields, policy)
+    assert told == [[[], []], [[UNWATCHED.format(1, 20, 32)] * is_told, []]]
+
+
+def test_a_guard_that_is_gone_watches_no_more():
+    with cd.TokenDispatcher(guarded_config(row_capacity=cd.RowCapacity.rows(12))) as dispatcher:
+        x, scores = torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2)
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(1))]))
+        dispatcher.layer("moe").dispatch(x, scores, ids_of("hot"))
+        guard.step()
+        del guard
+        dispatcher.check()  # the guard has taken what came before
+        dispatcher.layer("moe").dispatch(x, scores, ids_of("hot"))
+        with pytest.warns(UserWarning) as told:
+            dispatcher.check()
+        assert [str(warning.message) for warning in told] == [UNWATCHED.format(0, 8, 32)]
+
+
+def test_on_a_device_the_first_drop_is_told_without_a_wait(monkeypatch: pytest.MonkeyPatch):
+    """By a copy that is on its way while the calls go on; the clock says when another one is made."""
+    with (
+        cd.TokenDispatcher(guarded_config(row_capacity=cd.RowCapacity.rows(12))) as dispatcher,
+        device_ledger(dispatcher),
+    ):
+        x, scores = torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2)
+        at = SimpleNamespace(now=100.0, arrived=True)
+        monkeypatch.setattr(ledger_module, "_now", lambda: at.now)
+        monkeypatch.setattr(ledger_module.HostCopy, "has_arrived", lambda _: at.arrived)
+        layer = dispatcher.layer("moe")
+        for batch in ("even", "hot"):
+            layer.dispatch(x, scores, ids_of(batch))
+        for at.now, at.arrived in ((100.9, True), (101.5, False), (103.0, False)):
+            with _NoReads():  # too early for another copy; one is made; it has not come
+                dispatcher.check()
+        at.arrived = True
+        with pytest.warns(UserWarning) as told:
+            dispatcher.check()
+        assert [str(warning.message) for warning in told] == [UNWATCHED.format(0, 8, 32)]
+        dispatcher.check()
+
+
+def test_on_a_device_stats_tells_at_once():
+    with (
+        cd.TokenDispatcher(guarded_config(row_capacity=cd.RowCapacity.rows(12))) as dispatcher,
+        device_ledger(dispatcher),
+    ):
+        dispatcher.layer("moe").dispatch(torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2), ids_of("hot"))
+        with pytest.warns(UserWarning, match="dropped 4 of 16 rows"):
+            dispatcher.stats()
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -448,13 +559,18 @@ def test_a_guard_raises_a_fault_and_applies_nothing(on: On, backend: str):
 def a_rank_that_does_not_step(seat: Seat) -> None:
     with seat.open(guarded_config(timeout_s=1.0)) as dispatcher:
         guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(1))]))
-        if seat.rank == 0:
+        guard.step()
+        if seat.rank != 1:
+            others = list(range(seat.size))
             message = refused(guard.step, cd.PeerTimeout)
-            assert message.startswith("not every rank of a guard's groups has come to this optimizer step"), message
+            assert message.startswith(f"ranks [1] were missing in step 1 (global ranks {others}) of an overflow guard")
+            assert refused(guard.step, cd.PeerTimeout) == message
 
 
-def test_a_rank_that_does_not_step_is_not_waited_for_without_a_bound(on: On):
-    on("loopback", 2)(a_rank_that_does_not_step)
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_a_rank_that_does_not_step_is_named(on: On, ep_size: int):
+    """Among threads; tests/faults/test_guard.py has the processes."""
+    on("loopback", ep_size)(a_rank_that_does_not_step)
 
 
 def given_up_on_the_device(seat: Seat) -> None:
@@ -491,7 +607,7 @@ class _NoReads(TorchDispatchMode):
 def device_ledger(dispatcher: cd.TokenDispatcher) -> Iterator[None]:
     """The ledger of a GPU, its kernels in the interpreter."""
     pytest.importorskip("triton", reason="triton is published for Linux only")
-    dispatcher._open._ledger = DeviceLedger(1, 4, torch.device("cpu"))
+    dispatcher._open.accounts._ledger = DeviceLedger(1, 4, torch.device("cpu"))
     yield
 
 

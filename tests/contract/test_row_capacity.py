@@ -118,7 +118,7 @@ def test_what_only_a_device_sees_is_told_once_at_the_next_touch_point():
     with alone(row_capacity=cd.RowCapacity.worst_case()) as dispatcher:
         routed = dispatcher.dispatch(*inputs())
         ledger = DeviceLedger(1, 4, torch.device("cpu"))  # its kernels, in the interpreter
-        dispatcher._open._ledger = ledger
+        dispatcher._open.accounts._ledger = ledger
         counts = routed.tokens_per_expert
         bad = torch.tensor([3])
         ledger.enter(Entry("", 6, 64, counts, counts, routed.expert_offsets, bad))

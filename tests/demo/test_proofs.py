@@ -27,7 +27,9 @@ SMALL = ModelSizes(hidden_dim=32, ffn_dim=16, num_experts=8, seq_len=64)
 
 
 def job_in(out: Path) -> Job:
-    return Job(steps=2, seed=3, backend="auto", data=None, out=out, num_sequences=2, sizes=SMALL)
+    text = out / "text.txt"  # the standard library, which is the default, takes every rank half a second to read
+    text.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(2000)))
+    return Job(steps=2, seed=3, backend="auto", data=text, out=out, num_sequences=2, sizes=SMALL)
 
 
 def nudged(tensor: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ app = typer.Typer()
 app.command()(demo)
 
 
+TEXT = ("--data", str(Path(__file__).parents[1]))  # the default, the standard library, takes half a second to read
+
+
 def refused(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2, result.output
@@ -70,10 +73,10 @@ def test_a_refusal_of_the_ranks_is_a_sentence_too(tmp_path: Path, monkeypatch: p
         raise RanksFailed([RankResult(rank=0), answer])
 
     monkeypatch.setattr("crossdock.cli.demo.conduct.conduct", refuse)
-    assert refused("--out", str(tmp_path)) == "backend 'mine' is not available here"
+    assert refused("--out", str(tmp_path), *TEXT) == "backend 'mine' is not available here"
 
 
 @pytest.mark.parametrize(("outcome", "exit_code"), [(True, 0), (False, 1), (KeyboardInterrupt(), 130)])
 def test_exit_codes(outcome: bool | BaseException, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("crossdock.cli.demo.conduct.conduct", mock.Mock(side_effect=[outcome]))
-    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == exit_code
+    assert CliRunner().invoke(app, ["--out", str(tmp_path), *TEXT]).exit_code == exit_code

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch._dynamo  # a rank that imports it in its first call is late: the fork server has it when this process has
 import torch.distributed as dist
 
 import crossdock as cd

@@ -135,12 +135,13 @@ def test_a_forked_child_that_closes_takes_nothing_along(ranks: Ranks):
 
 # Torch is imported once; every rank is a fork of that, runs off the end of the script and finalises as any interpreter.
 SCRIPT = """
-import os, signal, sys, time
+import gc, os, signal, sys, time
 import torch._dynamo
 import torch.distributed as dist
 import crossdock as cd
 from tests.faults.play import config, step
 
+gc.freeze()  # what is there already is nobody's garbage, and eighteen interpreters would look through it
 ranks = {}
 for number, rank in [(number, rank) for number in range(len(BODIES)) for rank in range(2)]:
     if rank == 0:

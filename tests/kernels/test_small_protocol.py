@@ -21,12 +21,12 @@ _CLERK = ("load", "tear", "fill", "tell", "arrive", "await arrived", "count", "s
 _GENERAL = (
     "load",
     "await read",
-    "tear shelf",
-    "fill shelf",
+    "tear staging",
+    "fill staging",
     "tell",
     "await told",
-    "see shelf",
-    "see shelf",
+    "see staging",
+    "see staging",
     "count",
     "read",
 )
@@ -46,19 +46,19 @@ class Program(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """One rank: its programs, its state, and its memory, which the other one writes; the shelf the other one reads."""
+    """One rank: its programs, its state, and its memory, which the other one writes."""
 
     launch: int = 0
     programs: tuple[Program, ...] = ()
     number: int = 0
     small: int = 0
-    laid_out: int = 0
+    pushed: int = 0
     inbox: tuple[int, ...] = (0,) * (2 * PROGRAMS)
     told: tuple[int, int] = (0, 0)
     arrived: int = 0
     own_arrived: int = 0
     read: int = 0
-    shelf: int = 0
+    staging: int = 0
 
 
 class Wrong(Exception):
@@ -111,16 +111,16 @@ def moved(rules: Rules, kind: str, place: int, own: Rank, peer: Rank) -> tuple[R
         if seen != (number,) * PROGRAMS:
             raise Wrong(f"the inbox holds {seen}, not what round {number} brings")
     elif what == "await read":
-        if own.read < own.laid_out:
+        if own.read < own.pushed:
             return None
-    elif what in ("tear shelf", "fill shelf"):
-        own = own._replace(shelf=TORN if what == "tear shelf" else number, laid_out=number)
+    elif what in ("tear staging", "fill staging"):
+        peer, own = peer._replace(staging=TORN if what == "tear staging" else number), own._replace(pushed=number)
     elif what == "await told":
         if own.told[number % 2] < number:
             return None
-    elif what == "see shelf":
-        if peer.shelf != number:
-            raise Wrong(f"the shelf holds {peer.shelf}, not round {number}")
+    elif what == "see staging":
+        if own.staging != number:
+            raise Wrong(f"the staging buffer holds {own.staging}, not round {number}")
     elif what == "count":
         own = own._replace(number=number, small=small)
     else:

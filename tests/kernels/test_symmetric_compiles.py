@@ -21,18 +21,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crossdock.kernels import arrange, combine, publish, pull, scalars, signal
-from crossdock.kernels.arrange import Routed, RowsToPublish, launch_arrange, launch_place
+from crossdock.kernels import arrange, combine, move, publish, scalars, signal, spread
+from crossdock.kernels.arrange import Moving, Routed, launch_arrange, launch_place
 from crossdock.kernels.blocks import Tile
-from crossdock.kernels.combine import Shares, launch_combine, launch_combine_slot
+from crossdock.kernels.combine import Routes, launch_combine, launch_combine_slot
 from crossdock.kernels.launch import wrapped
-from crossdock.kernels.publish import Routing, launch_publish_routing, launch_publish_rows
-from crossdock.kernels.pull import launch_pull_rows
+from crossdock.kernels.move import Moves, launch_move_rows
+from crossdock.kernels.publish import Routing, launch_publish_routing
+from crossdock.kernels.push import Staging
 from crossdock.kernels.scalars import Slips, launch_swap_scalars
-from crossdock.kernels.signal import CHUNKS, PARTIALS, READ, ROUTED, launch_tell, launch_wait
+from crossdock.kernels.signal import CHUNKS, READ, ROUTED, STAGING, launch_tell, launch_wait
 from tests.kernels.symmetric_ranks import CALL, boards
 
-_MODULES = (arrange, combine, publish, pull, scalars, signal)
+_MODULES = (arrange, combine, move, publish, scalars, signal)
 _TARGET = GPUTarget("cuda", 90, 32)
 _KINDS = {
     torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -54,15 +55,12 @@ class _Case(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        return bool(self.constants.get("FUSED", self.kernel is signal.wait_kernel)) and not (
-            # The second of two launches that arrange: the first has waited.
-            self.kernel is arrange.arrange_kernel and not self.constants["COUNTS"]
-        )
+        return bool(self.constants.get("FUSED", self.kernel is signal.wait_kernel))
 
 
 @cache
-def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048, *, lent: bool = False) -> dict[str, _Case]:
-    """Every launch that a GPU sees, by name, for rows of this dtype; `lent` where they have been laid out before."""
+def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str, _Case]:
+    """Every launch that a GPU sees, by name, for rows of this dtype."""
     found: dict[str, _Case] = {}
     name = ""
 
@@ -76,13 +74,13 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048, *, lent: bo
     (board, *_), count, tile = boards(4), torch.zeros(1, dtype=torch.int64), Tile(4, 1024, 64, 2)
     table, places = board.table, torch.zeros(4, tokens, top_k)
     x, scores, ids = torch.zeros(tokens, x_stride, dtype=dtype)[:, :hidden], places[0], places[0].long()
-    x = x[:0] if lent else x
     home, row_of_slot, rows = ids.int(), places.int(), torch.zeros(320, hidden, dtype=dtype)
-    shelf, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(320)
+    out, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(320)
     routing = Routing(ids, scores, table, table, tokens, 4 * local, count)
-    routed, meanwhile = Routed(row_of_slot, places, tokens), RowsToPublish(x, shelf, 64, tile)
-    shares = Shares(shelf.new_zeros(4, tokens, hidden), table, row_of_slot, home, count, 64)
-    padding, sums, out = torch.zeros(2, local).long(), torch.zeros(tokens, hidden), torch.empty_like(shelf)
+    routed, staging = Routed(row_of_slot, places, tokens), Staging(out.new_zeros(4, tokens, hidden), table, 64)
+    moving = Moving(Moves(x, home, staging, tile, tile, padded=True), rows)
+    routes = Routes(row_of_slot, home, count)
+    padding, sums = torch.zeros(2, local).long(), torch.zeros(tokens, hidden)
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in _MODULES:
             monkeypatch.setattr(module, "launch", record)
@@ -91,30 +89,25 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048, *, lent: bo
         monkeypatch.setattr(publish, "routing_block", lambda *_: 64)
         for word, kind in ((ROUTED, "routing"), (CHUNKS, "chunks"), (READ, "reading")):
             name = f"tell {kind}"
-            launch_tell(board, word, CALL.digest, buffer=PARTIALS, begins=word == CHUNKS)
+            launch_tell(board, word, CALL.digest, buffer=STAGING, begins=word == CHUNKS)
             name = f"wait for {kind}"
-            launch_wait(board, word, CALL.digest, buffer=PARTIALS)
+            launch_wait(board, word, CALL.digest, buffer=STAGING)
         name = "publish routing"
         launch_publish_routing(board, CALL, routing)
-        name = "publish rows"
-        launch_publish_rows(board, CALL, x, shelf, count, count, 64, tile, begins=True)
-        name = "arrange"
-        groups, _ = launch_arrange(board, CALL.digest, routed, 16, local, 320, 64, meanwhile)
-        name = "arrange and count"
-        launch_arrange(board, CALL.digest, routed, 16, local, None, 64, meanwhile)
-        name = "arrange and place"
-        launch_place(board, CALL.digest, routed, groups, 16, 320, 64)
-        for row_scores in (None, weights):
-            name = f"pull rows{'' if row_scores is None else ' with scores'}"
-            launch_pull_rows(
-                board, CALL.digest, table, row_of_slot, padding, rows, row_scores, 64, tile, padded=row_scores is None
-            )
+        name = "arrange and move"
+        groups, _ = launch_arrange(board, CALL.digest, routed, 16, local, 320, 64, moving)
+        name = "count"
+        launch_arrange(board, CALL.digest, routed, 16, local, None, 64)
+        name = "place and move"
+        launch_place(board, CALL.digest, routed, groups, 16, 320, 64, moving)
+        name = "move rows"
+        launch_move_rows(board, CALL, moving.moves, row_of_slot, padding, rows, count, count)
         for by_row in (None, weights):
             name = f"combine{'' if by_row is None else ' weighted'}"
-            launch_combine(board, CALL, shares, rows, by_row, out, tile, tile._replace(rows=2))
+            launch_combine(board, CALL, staging, routes, rows, by_row, out, tile, tile._replace(rows=2))
         for slot in (0, 1, top_k - 1):
             name = f"combine slot {slot}"
-            launch_combine_slot(board, CALL, shares, rows, scores, slot, sums, out, tile, tile)
+            launch_combine_slot(board, CALL, staging, routes, rows, scores, slot, sums, out, tile, tile)
         name = "swap scalars"
         launch_swap_scalars(board, CALL, Slips(places, table, row_of_slot, home), weights)
     return found
@@ -143,8 +136,7 @@ def compiled(case: _Case, *, ones: bool = False) -> str:
 
 
 _NAMES = list(cases())
-_ROWS = [name for name in _NAMES if name.split()[0] in ("publish", "arrange", "pull", "combine")]
-_ROWS = [name for name in _ROWS if name not in ("publish routing", "arrange and place")]
+_ROWS = [name for name in _NAMES if "move" in name or "combine" in name]
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -165,32 +157,12 @@ def test_every_kernel_is_launched():
 
 def test_numbers_of_a_call_are_no_constants_of_a_kernel():
     """Triton compiles another kernel where an integer is 1 or a multiple of 16: in a call, none ever is."""
-    fixed = {"hidden_dim", "x_stride", "max_tokens", "max_slots", "chunk_len", "rank", "num_arrangers", "num_givers"}
+    fixed = {"hidden_dim", "x_stride", "max_tokens", "max_slots", "chunk_len", "rank", "num_pushers", "num_givers"}
     fixed |= {"max_polls", "polls_per_look"}
     for case in cases().values():
         for name, argument in case.arguments.items():
             if not isinstance(argument, torch.Tensor) and name not in fixed:
                 assert argument % 2 == 1 and argument > 1, f"{case}: {name} is {argument}"
-
-
-def _compiled_for(case: _Case) -> list[Any]:
-    """All that Triton compiles a kernel for: constants, options, and what it asks of each argument."""
-    facts: list[Any] = [case.constants, case.options, case.helpers]
-    for argument in case.arguments.values():
-        if isinstance(argument, torch.Tensor):
-            facts.append((argument.dtype, argument.data_ptr() % 16 == 0))
-        else:
-            facts.append((argument == 1, argument % 16 == 0))
-    return facts
-
-
-def test_rows_of_an_input_buffer_need_no_kernels_of_their_own():
-    """They are published as no rows at all: then all chunks are told at once, by the kernels that there are."""
-    plain, lent = cases(), cases(lent=True)
-    for name, case in plain.items():
-        assert _compiled_for(lent[name]) == _compiled_for(case), name
-    for name in ("publish rows", "arrange", "arrange and count"):
-        assert [(found[name].arguments["tokens"] - 3) // 2 for found in (plain, lent)] == [64, 0]
 
 
 def test_signals_are_ordered_over_the_whole_system():
@@ -213,16 +185,17 @@ def _moves(ptx: str) -> set[str]:
 def test_rows_move_in_vectors_of_16_bytes(name: str):
     case = cases()[name]
     # `fill`, which makes padding zero and what was given up NaN, has few elements for each thread; so has counting.
-    others = {"st.global.v2.b32"} if pull.fill in case.helpers else set()
+    others = {"st.global.v2.b32"} if spread.fill in case.helpers else set()
     if case.kernel is arrange.arrange_kernel:
         others.add("ld.global.v2.b32")
     assert _moves(compiled(case)) - others == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
 def test_rows_that_lie_any_distance_apart_are_read_one_by_one():
-    for name in ("publish rows", "arrange"):
+    for name in ("move rows", "arrange and move"):
         moves = _moves(compiled(cases(x_stride=2051)[name]))
-        assert {"ld.global.b16", "st.global.v4.b32"} <= moves and "ld.global.v4.b32" not in moves
+        # What others have pushed is read in vectors.
+        assert {"ld.global.b16", "ld.global.v4.b32", "st.global.v4.b32"} <= moves
 
 
 # -- warps of one program stay together -------------------------------------------------------------------------------

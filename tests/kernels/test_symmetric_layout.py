@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="the interpreter comes with triton, which i
 import triton.language as tl
 
 from crossdock.kernels import arrange
-from crossdock.kernels.arrange import Groups, Routed, count_before, fit_groups, launch_arrange, launch_place
-from crossdock.kernels.blocks import Tile, token_block
+from crossdock.kernels.arrange import Groups, Routed, launch_arrange, launch_place
+from crossdock.kernels.arrange_blocks import count_before, fit_groups
+from crossdock.kernels.blocks import token_block
 from crossdock.kernels.launch import launch
-from crossdock.kernels.publish import Routing, launch_publish_routing, launch_publish_rows
-from crossdock.kernels.signal import BAD_IDS, NUM_SENT, ROUND, ROWS, Board
+from crossdock.kernels.publish import Routing, launch_publish_routing
+from crossdock.kernels.signal import BAD_IDS, NUM_SENT, STAGING, Board
 from crossdock.permute import count_by_expert, drop_bad_ids, kept_within, map_slots_within, padded_ends
 from tests.kernels.symmetric_ranks import CALL, boards, homes, random_ids, table_of
 
@@ -35,7 +36,7 @@ class Sent(NamedTuple):
         ids: by receiver, `[ep_size, max_tokens, K]` int32.
         scores: by receiver, `[ep_size, max_tokens, K]` float32.
         homes: by sender, `[T, K]` int32.
-        num_sent: by sender, rows that others will pull.
+        num_sent: by sender, rows that others will get.
     """
 
     ranks: list[Board]
@@ -81,7 +82,7 @@ def test_worked_example_of_publishing_routing():
     assert sent.num_sent == [1, 0]
     for board in sent.ranks:
         # Told with the round, T and bad ids, and forgotten; so are the counters of programs.
-        assert board.state.tolist()[: ROWS + 1] == [1, 1] and not board.state[ROWS + 1 : 5].any()
+        assert board.state.tolist()[: STAGING + 1] == [1, 1] and not board.state[STAGING + 1 : 5].any()
         assert not board.state[BAD_IDS:].any()
         assert [word % 2**32 for word in board.signals[1].tolist()] == [2, 2]
         assert [word >> 32 for word in board.signals[1].tolist()] == [0, 3]
@@ -107,22 +108,6 @@ def test_publishing_routing_by_several_programs(num_tokens, top_k, block, dtype,
         assert torch.equal(sent.homes[rank], home)
         assert sent.num_sent[rank] == sum(len(set(token) - {-1, rank}) for token in home.tolist())
         assert not sent.ranks[rank].state[NUM_SENT:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("num_tokens", "hidden_dim", "programs"), [(0, 8, 1), (5, 40, 3), (40, 1032, 4)])
-def test_publishing_rows(num_tokens, hidden_dim, programs, dtype):
-    (board,) = boards(1)
-    wide = torch.randn(num_tokens, 2 * hidden_dim).to(dtype)
-    shelf, num_sent, sent = torch.full((MAX_TOKENS, hidden_dim), 9, dtype=dtype), torch.tensor([7]), torch.tensor([30])
-    tile = Tile(4, 256, programs)
-    for number, x in enumerate((wide[:, :hidden_dim], wide[:, hidden_dim:], wide[:, 1::2]), start=1):
-        launch_publish_rows(board, CALL, x, shelf, num_sent, sent, 16, tile, begins=True)
-        assert torch.equal(shelf[:num_tokens], x) and (shelf[num_tokens:] == 9).all()
-        assert (int(board.state[ROUND]), int(board.state[ROWS]), int(sent)) == (number, number, 30 + 7 * number)
-        board.signals[4] = number << 31  # and has been read
-    launch_publish_rows(board, CALL, wide[:, :hidden_dim], shelf, num_sent, sent, 16, tile, begins=False)
-    assert (int(board.state[ROUND]), int(sent)) == (3, 51)  # belongs to the round that routing has begun
 
 
 # -- arranging --------------------------------------------------------------------------------------------------------
@@ -244,6 +229,16 @@ def test_worked_example_of_arranging():
     cut = Arranged(sent, 0, 1, capacity=1, bound=2)
     assert cut.groups.row_of_slot.tolist() == [[[0], [-1]], [[-1], [-2]]]
     assert cut.groups.tokens_per_expert.tolist() == [1] and cut.groups.wanted.tolist() == [2]
+
+
+def test_worked_example_of_a_block():
+    """Where its slots stand among those of their experts; rows are given to them only in the step behind this one."""
+    sent = send(ids := [torch.tensor([[0, 1], [0, -1]])], _ones(ids), 2, max_tokens=2)
+    routed = Routed(sent.ids[0], sent.scores[0], 2)
+    groups, row_scores = launch_arrange(sent.ranks[0], CALL.digest, routed, 1, 2, None, 64)
+    assert row_scores is None
+    assert groups.row_of_slot.tolist() == [[[0, 0], [1, -1]]]
+    assert groups.counts.tolist() == [[2, 1]]
 
 
 def test_worked_example_of_counting_by_block(monkeypatch):

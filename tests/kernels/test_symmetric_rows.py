@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
 from crossdock.kernels.blocks import Tile
-from crossdock.kernels.combine import Shares, launch_combine, launch_combine_slot
-from crossdock.kernels.publish import launch_publish_rows
-from crossdock.kernels.pull import launch_pull_rows
+from crossdock.kernels.combine import Routes as Ways
+from crossdock.kernels.combine import launch_combine, launch_combine_slot
+from crossdock.kernels.move import Moves, launch_move_rows
+from crossdock.kernels.push import Staging
 from crossdock.kernels.scalars import Slips, launch_swap_scalars
-from crossdock.kernels.signal import CHUNKS, NUM_CHUNKS, PARTIALS, READ, ROUND, ROWS, SCALARS, Board
+from crossdock.kernels.signal import CHUNKS, NUM_CHUNKS, READ, ROUND, SCALARS, STAGING, Board
 from crossdock.rows import reduce_rows
 from crossdock.testing import assert_bit_equal
-from tests.kernels.symmetric_ranks import CALL, boards, homes, on_shelf, random_ids, table_of, together, word_of
+from tests.kernels.symmetric_ranks import CALL, boards, homes, random_ids, table_of, together, word_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MAX_TOKENS, CHUNK_LEN = 20, 16
@@ -63,48 +64,81 @@ class Routes(NamedTuple):
         return cls(home, places, counts)
 
 
-# -- pulling ----------------------------------------------------------------------------------------------------------
+# -- moving out -------------------------------------------------------------------------------------------------------
+
+
+def _moved(routes: Routes, x: list[torch.Tensor], tile: Tile) -> tuple[list[Board], list[torch.Tensor], list[int]]:
+    """Rows `x` of all ranks, moved along the routes, not a number where nothing goes; and how many were sent."""
+    ranks, ep_size, hidden_dim = boards(len(x)), len(x), x[0].shape[1]
+    stagings = [part.new_full((ep_size, MAX_TOKENS, hidden_dim), 9) for part in x]
+    sent = [torch.tensor([30]) for _ in x]
+
+    def act(board: Board) -> torch.Tensor:
+        rank = board.rank
+        staging = Staging(stagings[rank], table_of(stagings), CHUNK_LEN)
+        moves = Moves(x[rank], routes.homes[rank], staging, tile, tile, padded=False)
+        out = x[rank].new_full((routes.num_rows[rank], hidden_dim), float("nan"))
+        where = (routes.row_of_slot[rank], torch.zeros(2, 1, dtype=torch.int64))
+        launch_move_rows(board, CALL, moves, *where, out, torch.tensor([7]), sent[rank])
+        return out
+
+    return ranks, together(ranks, act), [int(number) for number in sent]
 
 
 @all_dtypes
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("strided", [False, True])
 @all_shapes
-def test_pulling(num_tokens, top_k, hidden_dim, programs, dtype):
-    routes, ranks = Routes.of(num_tokens, top_k), boards(len(num_tokens))
+def test_moving(num_tokens, top_k, hidden_dim, strided, dtype):
+    routes = Routes.of(num_tokens, top_k)
     generator = torch.Generator().manual_seed(2)
-    x = [torch.randn(tokens, hidden_dim, generator=generator).to(dtype) for tokens in num_tokens]
-    shelves = on_shelf(x, MAX_TOKENS)
-    for board, part, shelf in zip(ranks, x, shelves, strict=True):
-        shelf[:] = 3
-        count = torch.zeros(1, dtype=torch.int64)
-        tile = tile_of(hidden_dim, programs)
-        launch_publish_rows(board, CALL, part, shelf, count, count, CHUNK_LEN, tile, begins=True)
-    for board in ranks:
-        row_of_slot, num_rows = routes.row_of_slot[board.rank], routes.num_rows[board.rank]
-        expected = torch.full((num_rows, hidden_dim), float("nan"), dtype=dtype)
+    x = [torch.randn(tokens, 2 * hidden_dim, generator=generator).to(dtype) for tokens in num_tokens]
+    x = [part[:, hidden_dim:] if strided else part[:, :hidden_dim].contiguous() for part in x]
+    ranks, moved, sent = _moved(routes, x, tile_of(hidden_dim))
+    for board, out in zip(ranks, moved, strict=True):
+        expected = torch.full_like(out, float("nan"))
+        row_of_slot = routes.row_of_slot[board.rank]
         for source, token, slot in (row_of_slot >= 0).nonzero().tolist():
             expected[row_of_slot[source, token, slot]] = x[source][token]
-        out = torch.full_like(expected, float("nan"))
-        launch_pull_rows(
-            board, CALL.digest, table_of(shelves), row_of_slot, torch.zeros(2, 1, dtype=torch.int64), out, None,
-            CHUNK_LEN, tile_of(hidden_dim, programs), padded=False,
-        )  # fmt: skip
-        assert_bit_equal(out, expected, "pulled rows")
-    for board in ranks:
+        assert_bit_equal(out, expected, "rows")
         assert board.signals[READ].tolist() == [1 << 31] * len(ranks)  # all have read
-        assert board.state.tolist()[: ROWS + 1] == [1, 1]
+        assert board.state.tolist()[: STAGING + 1] == [1, 1] and not board.state[16:].any()
+    assert sent == [37] * len(ranks)
 
 
-def test_worked_example_of_pulling():
-    row_of_slot = torch.tensor([[[0], [-1]], [[2], [1]]], dtype=torch.int32)
-    shelves = [torch.full((2, 8), 1.0), torch.tensor([[2.0], [3.0]]).repeat(1, 8)]
-    padding = torch.tensor([[2, 4], [4, 4]])
-    for padded, expected in ((False, [1.0, 3.0, 2.0, 7.0]), (True, [1.0, 3.0, 0.0, 0.0])):
-        (board, _), out = boards(2, last_round=1), torch.full((4, 8), 7.0)
-        launch_pull_rows(
-            board, CALL.digest, table_of(shelves), row_of_slot, padding, out, None, CHUNK_LEN, tile_of(8), padded=padded
-        )
-        assert out[:, 0].tolist() == expected
+def test_worked_examples_of_moving():
+    """Of `spread.py`, and of `push.py`: what is in the staging buffer of which rank."""
+    homes_of = [torch.tensor(slots, dtype=torch.int32) for slots in ([[0], [1]], [[0], [0]])]
+    places = [
+        torch.tensor(slots, dtype=torch.int32) for slots in ([[[0], [-1]], [[2], [1]]], [[[-1], [0]], [[-1], [-1]]])
+    ]
+    x = [torch.tensor([[1.0], [4.0]]).repeat(1, 8), torch.tensor([[2.0], [3.0]]).repeat(1, 8)]
+    _, (first, second), _ = _moved(Routes(homes_of, places, [3, 1]), x, tile_of(8))
+    assert first[:, 0].tolist() == [1.0, 3.0, 2.0] and second[:, 0].tolist() == [4.0]
+
+    homes_of = [torch.full((2, 2), -1), torch.tensor([[0, 2], [1, 0]]), torch.full((2, 2), -1)]
+    nothing = [torch.full((3, 2, 2), -1, dtype=torch.int32)] * 3
+    ranks, stagings = boards(3), [torch.zeros(3, 2, 8) for _ in range(3)]
+    x = [torch.tensor([[1.0], [2.0]]).repeat(1, 8) for _ in ranks]
+
+    def act(board: Board) -> None:
+        staging = Staging(stagings[board.rank], table_of(stagings), CHUNK_LEN)
+        moves = Moves(x[board.rank], homes_of[board.rank].int(), staging, tile_of(8), tile_of(8), padded=False)
+        count = torch.zeros(1, dtype=torch.int64)
+        launch_move_rows(board, CALL, moves, nothing[0], count.new_zeros(2, 1), x[0].new_empty(0, 8), count, count)
+
+    together(ranks, act)
+    assert [staging[:, :, 0].tolist() for staging in stagings] == [
+        [[0, 0], [1, 2], [0, 0]], [[0, 0], [0, 0], [0, 0]], [[0, 0], [1, 0], [0, 0]],
+    ]  # fmt: skip
+
+
+def test_padding_becomes_zero_when_rows_are_moved():
+    (board,), out, count = boards(1), torch.full((4, 8), 7.0), torch.zeros(1, dtype=torch.int64)
+    x, home = torch.tensor([[1.0], [2.0]]).repeat(1, 8), torch.zeros(2, 1, dtype=torch.int32)
+    row_of_slot = torch.tensor([[[1], [0]]], dtype=torch.int32)
+    moves = Moves(x, home, Staging(torch.zeros(1, 2, 8), count, CHUNK_LEN), tile_of(8), tile_of(8), padded=True)
+    launch_move_rows(board, CALL, moves, row_of_slot, torch.tensor([[2, 4], [4, 4]]), out, count, count)
+    assert out[:, 0].tolist() == [2.0, 1.0, 0.0, 0.0]
 
 
 # -- combining --------------------------------------------------------------------------------------------------------
@@ -158,29 +192,28 @@ def _expected_exact(routes: Routes, rows: list[torch.Tensor], weights: list[torc
 
 
 class _Shared:
-    """Shares of all ranks, which are never right where nobody has laid them out."""
+    """Staging of all ranks, which is never right where nobody has pushed anything."""
 
     def __init__(self, routes: Routes, rows: list[torch.Tensor], max_tokens: int = MAX_TOKENS) -> None:
         ep_size, hidden_dim = len(rows), rows[0].shape[1]
-        self.shares = [part.new_full((ep_size, max_tokens, hidden_dim), 9) for part in rows]
+        self.stagings = [part.new_full((ep_size, max_tokens, hidden_dim), 9) for part in rows]
         self.sent = [torch.zeros(1, dtype=torch.int64) for _ in rows]
-        self._routes, self._table = routes, table_of(self.shares)
+        self._routes, self._table = routes, table_of(self.stagings)
 
-    def of(self, board: Board) -> Shares:
+    def of(self, board: Board) -> tuple[Staging, Ways]:
         routes, rank = self._routes, board.rank
-        return Shares(
-            self.shares[rank], self._table, routes.row_of_slot[rank], routes.homes[rank], self.sent[rank], CHUNK_LEN
-        )
+        staging = Staging(self.stagings[rank], self._table, CHUNK_LEN)
+        return staging, Ways(routes.row_of_slot[rank], routes.homes[rank], self.sent[rank])
 
 
 def combined_fast(
     ranks: list[Board], shared: _Shared, rows: list[torch.Tensor], weights: list[torch.Tensor] | None, tile: Tile
 ) -> list[torch.Tensor]:
     def act(board: Board) -> torch.Tensor:
-        shares, own = shared.of(board), rows[board.rank]
-        out = own.new_full((len(shares.home_of_slot), own.shape[1]), 5)
+        (staging, ways), own = shared.of(board), rows[board.rank]
+        out = own.new_full((len(ways.home_of_slot), own.shape[1]), 5)
         by_row = None if weights is None else weights[board.rank]
-        launch_combine(board, CALL, shares, own, by_row, out, tile, tile)
+        launch_combine(board, CALL, staging, ways, own, by_row, out, tile, tile)
         return out
 
     return together(ranks, act)
@@ -190,11 +223,11 @@ def combined_exact(
     ranks: list[Board], shared: _Shared, rows: list[torch.Tensor], weights: list[torch.Tensor] | None, tile: Tile
 ) -> list[torch.Tensor]:
     def act(board: Board) -> torch.Tensor:
-        shares, own = shared.of(board), rows[board.rank]
-        out = own.new_full((len(shares.home_of_slot), own.shape[1]), 5)
+        (staging, ways), own = shared.of(board), rows[board.rank]
+        out = own.new_full((len(ways.home_of_slot), own.shape[1]), 5)
         sums, by_slot = torch.full(out.shape, 6.0), None if weights is None else weights[board.rank]
-        for slot in range(shares.home_of_slot.shape[1]):
-            launch_combine_slot(board, CALL, shares, own, by_slot, slot, sums, out, tile, tile)
+        for slot in range(ways.home_of_slot.shape[1]):
+            launch_combine_slot(board, CALL, staging, ways, own, by_slot, slot, sums, out, tile, tile)
         return out
 
     return together(ranks, act)
@@ -223,9 +256,9 @@ def test_combining(num_tokens, top_k, hidden_dim, weighted, dtype):
         for out, expected in zip(actual, expect(routes, weighed.rows, used), strict=True):
             assert_bit_equal(out, expected, combine.__name__)
         for board in ranks:
-            assert (int(board.state[ROUND]), int(board.state[PARTIALS])) == (num_rounds, num_rounds)
+            assert (int(board.state[ROUND]), int(board.state[STAGING])) == (num_rounds, num_rounds)
             assert board.signals[READ].tolist() == [num_rounds << 31] * ep_size
-        # A share that is pulled is one for each token of another rank that a slot (of this round) has led here.
+        # A share that is pushed is one for each token of another rank that a slot (of this round) has led here.
         for rank, sent in enumerate(shared.sent):
             away = [routes.row_of_slot[rank][other] != -1 for other in range(ep_size) if other != rank]
             by_round = (lambda here: here.any(1)) if combine is combined_fast else (lambda here: here)
@@ -249,29 +282,29 @@ def test_combining_as_drawn(ep_size, top_k, num_tokens, dtype, weighted, fast, s
         assert_bit_equal(out, expected, combine.__name__)
 
 
-def test_worked_example_of_laying_out():
+def test_worked_example_of_giving():
     rows, by_row = torch.tensor([[1.0], [2.0]]).repeat(1, 8), torch.tensor([10.0, 100.0])
     here = torch.zeros(1, 2, dtype=torch.int32)
     routes = Routes([here], [torch.tensor([[[1, 0]]], dtype=torch.int32)], [2])
     for combine, weights, laid_out, result in (
         (combined_fast, None, 3.0, 3.0),
         (combined_fast, [by_row], 210.0, 210.0),
-        (combined_exact, None, 1.0, 3.0),  # what slot 1 alone has laid out last
+        (combined_exact, None, 1.0, 3.0),  # what slot 1 alone has given last
         (combined_exact, [torch.tensor([[100.0, 10.0]])], 1.0, 210.0),
     ):
         shared = _Shared(routes, [rows], 1)
         (out,) = combine(boards(1), shared, [rows], weights, tile_of(8))
-        assert shared.shares[0][0, 0].tolist() == [laid_out] * 8 and out.tolist() == [[result] * 8]
+        assert shared.stagings[0][0, 0].tolist() == [laid_out] * 8 and out.tolist() == [[result] * 8]
 
 
-def test_worked_example_of_laying_out_what_was_dropped():
+def test_worked_example_of_giving_what_was_dropped():
     dropped = torch.tensor([[[-2, -1], [-1, -1]]], dtype=torch.int32)
     home = torch.tensor([[0, -1], [-1, -1]], dtype=torch.int32)
     routes, rows = Routes([home], [dropped], [0]), [torch.ones(0, 8)]
     for combine in (combined_fast, combined_exact):
         shared = _Shared(routes, rows, 2)
         (out,) = combine(boards(1), shared, rows, None, tile_of(8))
-        assert shared.shares[0][0, :, 0].tolist() == [0.0, 9.0] and out[:, 0].tolist() == [0.0, 0.0]
+        assert shared.stagings[0][0, :, 0].tolist() == [0.0, 9.0] and out[:, 0].tolist() == [0.0, 0.0]
 
 
 def test_worked_example_of_adding_at_home():
@@ -339,32 +372,32 @@ def test_rows_beyond_the_reach_of_32_bits():
     """More elements than int32 can count; the memory is only touched where rows are."""
     last, hidden_dim, dtype = 299_999, 8192, torch.bfloat16
     wide = torch.empty(last + 1, hidden_dim, dtype=dtype)
-    shelves = on_shelf([torch.ones(1, hidden_dim, dtype=dtype), torch.full((1, hidden_dim), 2, dtype=dtype)], 1)
-    row_of_slot, tile = torch.tensor([[[0]], [[last]]], dtype=torch.int32), Tile(4, 8192, 1)
-    (board, _), padding = boards(2, last_round=1), torch.tensor([[last - 1], [last]])
+    tile, count = Tile(4, 8192, 1), torch.zeros(1, dtype=torch.int64)
+    # What rank 1 has pushed for token 0 lies in the near, and goes far behind in `wide`.
+    (board, _), padding = boards(2), torch.tensor([[last - 1], [last]])
+    board.signals[CHUNKS + NUM_CHUNKS :] = word_of(1)  # the other's part is not played
+    near = torch.full((2, 1, hidden_dim), 2, dtype=dtype)
+    x, home = torch.ones(1, hidden_dim, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
+    row_of_slot = torch.tensor([[[0]], [[last]]], dtype=torch.int32)
     wide[last - 1] = 5
-    launch_pull_rows(
-        board, CALL.digest, table_of(shelves), row_of_slot, padding, wide, None, CHUNK_LEN, tile, padded=True
-    )
+    moves = Moves(x, home, Staging(near, table_of([near, near]), CHUNK_LEN), tile, tile, padded=True)
+    launch_move_rows(board, CALL, moves, row_of_slot, padding, wide, count, count)
     assert (wide[0] == 1).all() and (wide[last] == 2).all() and (wide[last - 1] == 0).all()
 
-    home = torch.zeros(1, 1, dtype=torch.int32)
-    laid_out = torch.zeros(2, 1, hidden_dim, dtype=dtype)
     for exact in (False, True):
-        # This rank's rows lie far behind in `rows`; and what another has laid out for its token, far behind in `wide`.
-        (first, second), out, count = boards(2), torch.zeros(1, hidden_dim, dtype=dtype), torch.zeros(1).long()
+        # Rows lie far behind in `rows`, and are pushed far behind; and what has come lies far behind.
+        (first, second), out = boards(2), torch.zeros(1, hidden_dim, dtype=dtype)
         for board in (first, second):
-            board.signals[CHUNKS + NUM_CHUNKS :] = word_of(1)  # the other's part is not played
-        nothing = torch.full((2, 1, 1), -1, dtype=torch.int32)
-        gives = Shares(laid_out, table_of([laid_out, laid_out]), row_of_slot, home, count, CHUNK_LEN)
-        far = torch.empty(1, last, hidden_dim, dtype=dtype)
-        takes = Shares(
-            wide[:1].view(1, 1, -1).expand(2, last, -1), table_of([wide, far]), nothing, home, count, CHUNK_LEN
-        )
-        for board, shares in ((first, gives), (second, takes)):
+            board.signals[CHUNKS + NUM_CHUNKS :] = word_of(1)
+        gives = Ways(torch.tensor([[[-1]], [[last]]], dtype=torch.int32), home, count)
+        takes = Ways(torch.full((2, 1, 1), -1, dtype=torch.int32), torch.ones_like(home), count)
+        far = wide.view(2, -1, hidden_dim)  # part 1 begins in the middle; a rank of which no other buffer is used
+        far[1, 0] = 3
+        near = torch.zeros(1, 1, hidden_dim, dtype=dtype)
+        for board, ways, own, table in ((first, gives, near, [near, near]), (second, takes, far, [far, far])):
+            staging = Staging(own, table_of(table), CHUNK_LEN)
             if exact:
-                launch_combine_slot(board, CALL, shares, wide, None, 0, out.float(), out, tile, tile)
+                launch_combine_slot(board, CALL, staging, ways, wide, None, 0, out.float(), out, tile, tile)
             else:
-                launch_combine(board, CALL, shares, wide, None, out, tile, tile)
-        assert (laid_out[0] == 1).all() and (laid_out[1] == 2).all()
-        assert (out == 2).all()
+                launch_combine(board, CALL, staging, ways, wide, None, out, tile, tile)
+        assert (near == 2).all() and (out == 3).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
+
+from triton.runtime.interpreter import InterpreterBuilder
 
 from crossdock.kernels import signal
 from crossdock.kernels.launch import launch
@@ -31,13 +34,12 @@ from crossdock.kernels.signal import (
     NUM_CHUNKS,
     NUM_STATE,
     NUM_WORDS,
-    PARTIALS,
     READ,
     ROUND,
     ROUTED,
-    ROWS,
     SCALARS,
     SIGNALLING,
+    STAGING,
     TOKENS,
     WAITING,
     Board,
@@ -87,7 +89,7 @@ def test_words_and_places_do_not_overlap():
     words = [*range(TOKENS, TOKENS + 2), *range(ROUTED, ROUTED + 2), READ, DEPARTED]
     words += [*range(CHUNKS, CHUNKS + 2 * NUM_CHUNKS), signal.ARRIVED_SMALL, *range(signal.BROUGHT, signal.BROUGHT + 2)]
     assert sorted(words) == list(range(NUM_WORDS))
-    places = [ROUND, ROWS, PARTIALS, SCALARS, GIVEN_UP, signal.BEGUN, signal.ENDED, BAD_IDS]
+    places = [ROUND, STAGING, SCALARS, GIVEN_UP, signal.BEGUN, signal.ENDED, BAD_IDS]
     places += [signal.NUM_SENT, LAST_TARGET, ABORT, signal.INBOX]
     places += range(signal.ARRIVALS, signal.ARRIVALS + NUM_CHUNKS + 8)
     assert len(set(places)) == len(places) and max(places) == NUM_STATE - 1
@@ -115,11 +117,11 @@ def test_everybody_hears_of_routing(ep_size):
         }
         for board, earlier in zip(ranks, before, strict=True):
             assert _told(board) == {key: word for key, word in (earlier | news).items() if word}
-        assert sender.state.tolist()[: ROWS + 1] == [number, number]
-        assert not sender.state[ROWS + 1 :].any()  # the bad ids have been told
+        assert sender.state.tolist()[: STAGING + 1] == [number, number]
+        assert not sender.state[STAGING + 1 :].any()  # the bad ids have been told
 
 
-@pytest.mark.parametrize("buffer", [ROWS, PARTIALS, SCALARS])
+@pytest.mark.parametrize("buffer", [STAGING, SCALARS])
 def test_everybody_hears_of_chunks_by_the_round_s_parity(buffer):
     ranks = boards(3)
     for number in (1, 2, 3):
@@ -136,12 +138,27 @@ def test_everybody_hears_of_chunks_by_the_round_s_parity(buffer):
             assert not board.signals[TOKENS : TOKENS + 2].any() and not board.signals[READ : DEPARTED + 1].any()
 
 
+def test_whatever_else_is_told_of_a_round_the_last_chunk_is_told_last(monkeypatch):
+    told: list[int] = []
+    original = InterpreterBuilder.create_atomic_rmw
+
+    def noting(builder: Any, operation: Any, ptr: Any, value: Any, mask: Any, *order: Any) -> Any:
+        told.extend(ptr.data[mask.data.astype(bool)].tolist())
+        return original(builder, operation, ptr, value, mask, *order)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", noting)
+    ranks = boards(3)
+    launch_tell(ranks[2], CHUNKS, DIGEST, buffer=STAGING, begins=True)
+    words = [ROUTED + 1, *range(CHUNKS + NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS)]
+    assert told == [board.signals[word, 2].data_ptr() for word in words for board in ranks]
+
+
 def test_chunks_of_a_round_that_routing_has_begun_and_its_end():
     ranks = boards(2, last_round=6)
     launch_tell(ranks[0], ROUTED, DIGEST, num_tokens=1)
-    launch_tell(ranks[0], CHUNKS, DIGEST, buffer=ROWS)
+    launch_tell(ranks[0], CHUNKS, DIGEST, buffer=STAGING)
     launch_tell(ranks[0], READ, DIGEST)
-    assert ranks[0].state.tolist()[: ROWS + 1] == [7, 7]
+    assert ranks[0].state.tolist()[: STAGING + 1] == [7, 7]
     for board in ranks:
         odd = slice(CHUNKS + NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS)
         assert board.signals[odd, 0].tolist() == [word_of(7)] * NUM_CHUNKS
@@ -152,7 +169,7 @@ def test_chunks_of_a_round_that_routing_has_begun_and_its_end():
 def test_nobody_hears_of_a_rank_that_has_given_up(word):
     ranks = boards(2)
     ranks[0].state[GIVEN_UP] = ABORTED
-    launch_tell(ranks[0], word, DIGEST, buffer=ROWS, begins=word == CHUNKS)
+    launch_tell(ranks[0], word, DIGEST, buffer=STAGING, begins=word == CHUNKS)
     for board in ranks:
         assert not board.signals[READ:].any() and not board.signals[ROUTED : ROUTED + 2].any()
 
@@ -160,12 +177,12 @@ def test_nobody_hears_of_a_rank_that_has_given_up(word):
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def look(board: Board, word: int, *, digest: int = DIGEST, buffer: int = 0) -> int:
+def look(board: Board, word: int, *, digest: int = DIGEST, buffer: int = 0, ends: bool = False) -> int:
     """How a wait stands after one poll; what the host sees agrees."""
     before, given_up = board.desk.tolist(), int(board.state[GIVEN_UP])
     launch(
         wait_kernel, (1,), board.device, *board.tensors, digest, 1, 1,
-        WORD=word, BUFFER=buffer, COUNTS=False, CHUNK_STEP=1, NUM_CHUNKS=NUM_CHUNKS,
+        WORD=word, BUFFER=buffer, COUNTS=False, ENDS=ends, NUM_CHUNKS=NUM_CHUNKS,
         helpers=SIGNALLING, **board.constants,
     )  # fmt: skip
     code, ended = int(board.state[GIVEN_UP]), int(board.desk[DESK_ENDED]) - before[DESK_ENDED]
@@ -214,19 +231,19 @@ def test_what_was_given_up_before_ends_every_wait():
     for before in (ABORTED, LEFT, DIFFERS):
         board.state[GIVEN_UP], board.state[LAST_TARGET] = before, 2
         for word in (ROUTED, CHUNKS, READ):
-            assert look(board, word, digest=9, buffer=ROWS) == before
+            assert look(board, word, digest=9, buffer=STAGING) == before
         assert int(board.state[LAST_TARGET]) == 2 and int(board.desk[DESK_CODE]) == 0  # told when it happened
 
 
 def test_reading_has_no_call_and_waits_for_the_buffer_s_last_round():
     board = boards(3, last_round=3)[1]
-    board.state[ROWS], board.state[PARTIALS] = 3, 2
+    board.state[STAGING], board.state[SCALARS] = 3, 2
     board.signals[READ] = torch.tensor([word_of(3, 0), word_of(3, 0), word_of(2, 0)])
-    assert look(board, READ, digest=77, buffer=PARTIALS) == ARRIVED
+    assert look(board, READ, digest=77, buffer=SCALARS) == ARRIVED
     assert look(board, READ, digest=77, buffer=SCALARS) == ARRIVED  # nothing was ever laid out there
-    assert look(board, READ, digest=77, buffer=ROWS) == WAITING
+    assert look(board, READ, digest=77, buffer=STAGING) == WAITING
     board.signals[READ, 2] = word_of(3, 0)
-    assert look(board, READ, digest=77, buffer=ROWS) == ARRIVED
+    assert look(board, READ, digest=77, buffer=STAGING) == ARRIVED
 
 
 def test_words_of_the_other_parity_do_not_count():
@@ -239,6 +256,46 @@ def test_words_of_the_other_parity_do_not_count():
             assert look(board, word) == ARRIVED
             board.signals[last] = 0
             assert look(board, word) == WAITING
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "departed", "code"),
+    [
+        (word_of(1), word_of(1), 0, ARRIVED),
+        (word_of(1), word_of(1), 1, ARRIVED),
+        (0, 0, 0, WAITING),
+        (word_of(1), 0, 0, WAITING),  # the others are being told
+        (word_of(1), 0, 1, LEFT),
+        (word_of(1, 8), 0, 0, DIFFERS),  # a small batch of another call: the last chunk is never told
+        (word_of(1, 8), word_of(1, 8), 0, DIFFERS),
+    ],
+)
+def test_the_last_chunk_stands_for_all_where_it_is_told_last(first, last, departed, code):
+    board = boards(2)[0]
+    board.state[ROUND], board.signals[DEPARTED, 1] = 1, departed
+    chunks = board.signals[CHUNKS + NUM_CHUNKS : CHUNKS + 2 * NUM_CHUNKS]
+    chunks[0], chunks[-1] = torch.tensor([word_of(1), first]), torch.tensor([word_of(1), last])
+    assert look(board, CHUNKS, ends=True) == code
+    assert int(board.state[LAST_TARGET]) == (1 if code not in (ARRIVED, WAITING) else 0)
+
+
+def test_a_wait_is_launched_again_once_something_has_changed():
+    board, asked = boards(2)[0], []
+
+    def ask(max_polls: int) -> None:
+        asked.append(board.signals[READ, 1].item())
+        board.desk[DESK_ENDED] = len(asked) == 3
+
+    def later() -> None:
+        for number in (1, 2):
+            time.sleep(0.05)
+            board.signals[READ, 1] = number
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    signal.wait_on_cpu(board, ask)
+    thread.join()
+    assert asked == [0, 1, 2]
 
 
 @pytest.mark.parametrize("end", [ARRIVED, ABORTED, LEFT, DIFFERS])

@@ -48,11 +48,17 @@ def train(seat: Seat, way: str, capacity: cd.RowCapacity) -> list[Tensor]:
         return [*losses, *(parameter.detach() for parameter in block.parameters())]
 
 
+@pytest.fixture(scope="module")
+def eager(ranks: Ranks) -> list[list[Tensor]]:
+    return PoolRunner(ranks(2))(train, "eager", cd.RowCapacity.exact())
+
+
 @pytest.mark.parametrize("way", ["compiled", "recomputed"])
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
-def test_a_compiled_block_trains_to_the_bits_of_eager_code(ranks: Ranks, capacity: cd.RowCapacity, way: str):
-    run = PoolRunner(ranks(2))
-    for wanted, actual in zip(run(train, "eager", cd.RowCapacity.exact()), run(train, way, capacity), strict=True):
+def test_a_compiled_block_trains_to_the_bits_of_eager_code(
+    ranks: Ranks, eager: list[list[Tensor]], capacity: cd.RowCapacity, way: str
+):
+    for wanted, actual in zip(eager, PoolRunner(ranks(2))(train, way, capacity), strict=True):
         for number, (one, other) in enumerate(zip(actual, wanted, strict=True)):
             assert_bit_equal(one, other, f"loss or weight {number}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,9 +97,13 @@ def finish_step(model: Blocks, optimizer: torch.optim.Optimizer, ep_group: torch
     optimizer.zero_grad()
 
 
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks) -> list[tuple[list[Tensor], list[list[Tensor]]]]:
+    return PoolRunner(ranks(EP_SIZE))(in_one_piece, cd.RowCapacity.exact())
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
-def test_one_forward_one_backward_has_the_bits_of_one_piece(ranks: Ranks, capacity: cd.RowCapacity):
-    whole = PoolRunner(ranks(EP_SIZE))(in_one_piece, cd.RowCapacity.exact())
+def test_one_forward_one_backward_has_the_bits_of_one_piece(ranks: Ranks, whole: Any, capacity: cd.RowCapacity):
     by_rank = PoolRunner(ranks(NUM_STAGES * EP_SIZE))(pipelined, capacity)
     for rank, (losses, weights) in enumerate(by_rank):
         stage_number, ep_rank = divmod(rank, EP_SIZE)

@@ -8,6 +8,7 @@ baseline rule.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -161,16 +162,23 @@ def own_gradients(seat: Seat, ep_size: int) -> list[Tensor]:
         return [whole(parameter.grad) for parameter in model.parameters()]
 
 
+@pytest.fixture(scope="module")
+def trained_by_hand(ranks: Ranks) -> Callable[..., list[dict[str, list[Tensor]]]]:
+    """What others are compared with, by number of ranks, EP size and steps; each made once."""
+    return cache(
+        lambda num_ranks, ep_size, steps: PoolRunner(ranks(num_ranks))(train, "by hand", ep_size, EXACT, steps)
+    )
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "way"),
     [(2, "DDP"), (2, "FSDP2"), (2, "FSDP2, recomputation"), (4, "FSDP2"), (4, "FSDP2, recomputation")],
 )
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
 def test_training_has_the_bits_of_gradients_added_by_hand(
-    ranks: Ranks, num_ranks: int, way: str, capacity: cd.RowCapacity
+    ranks: Ranks, trained_by_hand: Any, num_ranks: int, way: str, capacity: cd.RowCapacity
 ):
-    run = PoolRunner(ranks(num_ranks))
-    wanted, actual = run(train, "by hand", 2, EXACT, 10), run(train, way, 2, capacity, 10)
+    wanted, actual = trained_by_hand(num_ranks, 2, 10), PoolRunner(ranks(num_ranks))(train, way, 2, capacity, 10)
     for rank, (expected, seen) in enumerate(zip(wanted, actual, strict=True)):
         for name in expected:
             for number, (one, other) in enumerate(zip(seen[name], expected[name], strict=True)):
@@ -180,9 +188,11 @@ def test_training_has_the_bits_of_gradients_added_by_hand(
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP2, flat"])
 @pytest.mark.parametrize("ep_size", [2, 4])
-def test_four_ranks_that_add_in_their_own_order_lose_no_more_than_ours(ranks: Ranks, way: str, ep_size: int):
+def test_four_ranks_that_add_in_their_own_order_lose_no_more_than_ours(
+    ranks: Ranks, trained_by_hand: Any, way: str, ep_size: int
+):
     run = PoolRunner(ranks(4))
-    baseline, parts = run(train, "by hand", ep_size, EXACT, 1), run(own_gradients, ep_size)
+    baseline, parts = trained_by_hand(4, ep_size, 1), run(own_gradients, ep_size)
     actual = run(train, way, ep_size, CAPACITIES[0], 10)
     for rank, seen in enumerate(actual):
         assert all(bool(tensor.isfinite().all()) for name in seen for tensor in seen[name])

@@ -7,23 +7,19 @@ elsewhere the headers travel beside the rows and the watch reads them when a wai
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..group.faults import TransportFault
-from ..group.store import within
+from ..group.gloo import OwnGloo, first_line
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
 from .wire import Finish, Wire, WireTransport
-
-_CONNECT_MARGIN_S = 1.0
 
 
 class GlooWire(Wire):
@@ -32,18 +28,7 @@ class GlooWire(Wire):
     def __init__(self, spec: TransportSpec, link: Link) -> None:
         super().__init__(spec.rank, spec.ep_size)
         self._timeout_s = spec.timeout_s
-        store = dist.PrefixStore(f"{link.store_prefix}/gloo", link.members.store)
-        limit = timedelta(seconds=spec.timeout_s)
-
-        def connect() -> Any:  # its stubs lack the collectives
-            return dist.ProcessGroupGloo(store, spec.rank, spec.ep_size, limit)
-
-        try:
-            self._group: Any = within(spec.timeout_s + _CONNECT_MARGIN_S, connect)
-        except RuntimeError as error:
-            raise TransportFault(f"could not connect: {_first_line(error)}") from error
-        except TimeoutError as error:
-            raise TransportFault(f"could not connect within {spec.timeout_s:g} s", expired=True) from error
+        self._own = OwnGloo(link.members, link.store_prefix, spec.timeout_s)
 
     def swap_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         came, finish = self._start_headers(headers)
@@ -71,7 +56,7 @@ class GlooWire(Wire):
     def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> Finish:
         begun = time.monotonic()
         with self._translated(begun):
-            work = self._group.alltoall_base(out, rows, arriving, leaving, dist.AllToAllOptions())
+            work = self._own.group.alltoall_base(out, rows, arriving, leaving, dist.AllToAllOptions())
 
         def finish() -> None:
             with self._translated(begun):
@@ -87,27 +72,13 @@ class GlooWire(Wire):
         except RuntimeError as error:
             expired = time.monotonic() - begun >= self._timeout_s
             late = f"an exchange did not finish within {self._timeout_s:g} s"
-            raise TransportFault(late if expired else _first_line(error), expired=expired) from error
+            raise TransportFault(late if expired else first_line(error), expired=expired) from error
 
     def abandon(self) -> None:
         self.close()  # its connections end with it, and peers that wait notice
 
     def close(self) -> None:
-        if self._group is None:
-            return
-        # Gloo's destructor waits for an exchange in flight, which may be waiting for a rank that has gone.
-        held, self._group = [self._group], None
-        ending = threading.Thread(target=held.clear, name="crossdock-gloo-close", daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # no new threads while the interpreter ends
-            held.clear()
-            return
-        ending.join(self._timeout_s)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0]  # the rest is advice for other programs
+        self._own.close()
 
 
 class AllToAllBackend(Backend):

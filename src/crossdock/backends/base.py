@@ -58,6 +58,7 @@ class BackendTraits:
         max_top_k: the most slots of a token; None is no limit.
         hidden_multiple: `hidden_dim` must be a multiple of this.
         multi_node: whether the group may span hosts.
+        ranks_share_gpus: whether ranks may have the same GPU, which serves them by turns; for tests of what they move.
         needs: what has to be installed or present, in words.
     """
 
@@ -75,6 +76,7 @@ class BackendTraits:
     max_top_k: int | None = None
     hidden_multiple: int = 1
     multi_node: bool = False
+    ranks_share_gpus: bool = False
     needs: str = "nothing"
 
     def offers(self, row_capacity: str, device_type: str) -> bool:
@@ -252,14 +254,11 @@ class Transport(ABC):
         return value
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        """A view `[num_tokens, hidden_dim]` of where peers read rows from, for a producer to fill; None: not offered.
+        """A view `[num_tokens, hidden_dim]` of a buffer of this transport, for a producer to fill; None: not offered.
 
-        It may be written when every rank has read what was there: in stream order on a GPU, else when this returns. One
-        rank alone asks for it. `dispatch` and `rows_out` know it by its address and copy nothing then; no other
-        movement writes there. The address never changes, and the view has no history in autograd.
-
-        Raises:
-            TransportFault, ContractViolation: ranks that have not read what lies there, and will not.
+        One rank alone asks for it, nobody waits, and nothing is raised. No movement writes there, and none reads there
+        but of the views that it is given, as of any tensor. The address never changes, and the view has no history in
+        autograd; each call counts as a write, by which autograd knows what it has saved of the buffer before.
         """
         return None
 

@@ -63,19 +63,17 @@ class LoopbackMember:
         """Where the members meet to open."""
         return self.group.store
 
-    def reduction(self, timeout_s: float) -> Callable[[torch.Tensor], None]:
-        """A function that puts the largest value of all ranks in the place of each of a tensor's. Collective.
+    def gathering(self, opening: str, timeout_s: float) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """A function that returns what every rank brings to it, by rank. Collective; `opening` is used once.
 
         It raises `TransportFault` where ranks do not come within `timeout_s`.
         """
-        number = self.store.add(f"crossdock/reductions/{self.rank}", 1)
-        board, rounds = self.group.board(f"reduction {number}"), itertools.count()
+        board, rounds = self.group.board(opening), itertools.count()
 
-        def reduce(values: torch.Tensor) -> None:
-            came = board.swap(self.rank, next(rounds), [values.clone() for _ in range(self.size)], timeout_s)
-            values.copy_(torch.stack(came).amax(0))
+        def gather(values: torch.Tensor) -> list[torch.Tensor]:
+            return board.swap(self.rank, next(rounds), [values.clone() for _ in range(self.size)], timeout_s)
 
-        return reduce
+        return gather
 
 
 class _Board:
@@ -166,6 +164,7 @@ class LoopbackBackend(Backend):
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset(SUPPORTED_DTYPES),
         row_capacities=EVERY_ROW_CAPACITY,
+        ranks_share_gpus=True,
         needs="a crossdock.testing.LoopbackGroup",
     )
 

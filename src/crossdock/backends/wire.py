@@ -18,7 +18,8 @@ import torch
 from ..group.fingerprint import NUM_WORDS
 from ..inputs import refuse_bad_ids
 from ..permute import take_or_zero
-from ..rows import gather_gradient, gather_rows, new_rows, poisoned, reduce_rows
+from ..row_memory import RowMemory
+from ..rows import gather_gradient, gather_rows, poisoned, reduce_rows
 from .base import Call, Demand, Layout, NewSize, Received, Transport, TransportSpec, Weights
 from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
@@ -73,6 +74,7 @@ class WireTransport(Transport):
     def __init__(self, spec: TransportSpec, wire: Wire, device: torch.device) -> None:
         self.spec, self.wire, self.device = spec, wire, device
         self.planner = make_planner(spec, device)
+        self._memory = RowMemory()
         self._may_drop = spec.row_capacity.kind != "exact"
         self._has_empty_rows = spec.expert_alignment > 1 or self._may_drop  # of padding, and behind the last expert's
         self._sent_bytes = self._sent_rows_bytes = self._host_syncs = 0
@@ -140,6 +142,7 @@ class WireTransport(Transport):
             divisor=self.spec.top_k,
             may_be_absent=self._has_empty_rows,
             nan_if=self.wire.given_up,
+            new=self._memory.new_rows,
         )
         return grad_rows, self.scalars_home(grad_row_scores, layout, None)
 
@@ -196,6 +199,7 @@ class WireTransport(Transport):
 
     def close(self) -> None:
         self.wire.close()
+        self._memory.close()
 
     # -- opening a call ----------------------------------------------------------------------------------------------
 
@@ -220,7 +224,11 @@ class WireTransport(Transport):
     def _are_kept(self, row_of_slot: torch.Tensor, sent: Sent, counts: Counts) -> torch.Tensor:
         """`[T, top_k]` bool: the slots of this rank that have a row, which only the experts' ranks know."""
         has_row = (row_of_slot >= 0).to(torch.uint8)
-        home, finish = self._start_home(lambda part: has_row[part], counts.sent, counts.arrived, rows=False)
+
+        def kept(part: slice, out: torch.Tensor | None) -> torch.Tensor:
+            return has_row[part] if out is None else out.copy_(has_row[part])
+
+        home, finish = self._start_home(kept, counts.sent, counts.arrived, rows=False)
         finish()
         return take_or_zero(home.reshape(-1), sent.sent_slot_of_slot) > 0
 
@@ -238,8 +246,8 @@ class WireTransport(Transport):
     ) -> tuple[torch.Tensor, Finish]:
         """`[A, ...]`: what the other ranks send, in rank order, then this rank's own rows, which are there at once."""
         num_away = sum(sent) - sent[self.spec.rank]
-        table = new_rows(sum(arrived), x)
-        away = gather_rows(x, token_of_sent[:num_away], may_be_absent=False)
+        table, new = self._memory.new_rows(sum(arrived), x), self._memory.new_rows
+        away = gather_rows(x, token_of_sent[:num_away], may_be_absent=False, new=new)
         opened()
         finish = self._start(table, away, arrived, sent, rows)
         own = table[table.shape[0] - arrived[self.spec.rank] :]
@@ -251,25 +259,26 @@ class WireTransport(Transport):
     ) -> Callable[[], torch.Tensor]:
         """Start to bring rows home; the returned function waits for them and adds them up."""
         sent, arrived, slots_sent, slots_arrived = there.splits.tolist()
+        new = self._memory.new_rows
         if self.spec.reduction == "exact":
 
-            def going(part: slice) -> torch.Tensor:
-                return gather_rows(rows, there.row_of_home[part], may_be_absent=self._may_drop)
+            def going(part: slice, out: torch.Tensor | None) -> torch.Tensor:
+                return gather_rows(rows, there.row_of_home[part], may_be_absent=self._may_drop, out=out, new=new)
 
             home, finish = self._start_home(going, slots_sent, slots_arrived, opened=opened)
             index, by_slot = there.home_of_slot, None if weights is None else weights.of_slots
         else:
             by_row = None if weights is None else weights.of_rows
 
-            def partial(part: slice) -> torch.Tensor:
-                return reduce_rows(rows, there.row_of_slot[part], by_row)
+            def partial(part: slice, out: torch.Tensor | None) -> torch.Tensor:
+                return reduce_rows(rows, there.row_of_slot[part], by_row, out=out, new=new)
 
             home, finish = self._start_home(partial, sent, arrived, opened=opened)
             index, by_slot = there.sent_of_token, None
 
         def add_up() -> torch.Tensor:
             finish()
-            return reduce_rows(home, index, by_slot, nan_if=self.wire.given_up)
+            return reduce_rows(home, index, by_slot, nan_if=self.wire.given_up, new=new)
 
         return add_up
 
@@ -279,8 +288,9 @@ class WireTransport(Transport):
         """Start to bring one scalar a slot home; the returned function waits for them."""
         sent, arrived, _, _ = there.splits.tolist()
 
-        def by_slot(part: slice) -> torch.Tensor:
-            return take_or_zero(values, there.row_of_slot[part])
+        def by_slot(part: slice, out: torch.Tensor | None) -> torch.Tensor:
+            scalars = take_or_zero(values, there.row_of_slot[part])
+            return scalars if out is None else out.copy_(scalars)
 
         home, finish = self._start_home(by_slot, sent, arrived, rows=False, opened=opened)
 
@@ -293,7 +303,7 @@ class WireTransport(Transport):
 
     def _start_home(
         self,
-        make: Callable[[slice], torch.Tensor],
+        make: Callable[[slice, torch.Tensor | None], torch.Tensor],
         coming: list[int],
         going: list[int],
         *,
@@ -302,16 +312,17 @@ class WireTransport(Transport):
     ) -> tuple[torch.Tensor, Finish]:
         """`[sum(coming), ...]`: rows back at the ranks they came for, in table order there.
 
-        `make` works out a part of what goes home, in table order: first what travels, then, meanwhile, this rank's own.
+        `make` works out a part of what goes home, in table order, in memory of its own or where it is told: first what
+        travels, then, meanwhile, this rank's own.
         """
         num_away = sum(going) - going[self.spec.rank]
-        away = make(slice(num_away))
-        home = new_rows(sum(coming), away)
+        away = make(slice(num_away), None)
+        home = self._memory.new_rows(sum(coming), away)
         opened()
         finish = self._start(home, away, coming, going, rows)
 
         def finish_all() -> None:
-            home[home.shape[0] - coming[self.spec.rank] :] = make(slice(num_away, None))
+            make(slice(num_away, None), home[home.shape[0] - coming[self.spec.rank] :])
             finish()
 
         return home, finish_all
@@ -333,4 +344,5 @@ class WireTransport(Transport):
             divisor=self.spec.top_k,
             may_be_absent=self._has_empty_rows,
             nan_if=self.wire.given_up,
+            new=self._memory.new_rows,
         )

@@ -213,19 +213,19 @@ class PlainPlanner(Planner):
 
     def _place(self, local: torch.Tensor, by_expert: torch.Tensor, counts: Counts) -> SlotMap:
         """Rows are ordered by source rank, the table is not: this rank's own rows stand last in it."""
-        top_k, rank = self.spec.top_k, self.spec.rank
+        rank = self.spec.rank
         num, num_own, num_lower = sum(counts.arrived), counts.arrived[rank], sum(counts.arrived[:rank])
+        num_higher = num - num_lower - num_own
         args = (by_expert, self.spec.expert_alignment, sum(counts.slots_arrived), counts.num_rows)
-        if num_lower + num_own == num or num_own == 0:
+        if num_higher == 0 or num_own == 0:
             return map_slots(local, *args)
-        position = torch.arange(num, device=self.device)
-        source = torch.cat([position[:num_lower], position[num - num_own :], position[num_lower : num - num_own]])
-        placed = map_slots(local[source], *args)
-        row_of_slot = torch.empty_like(placed.row_of_slot)
-        row_of_slot[source] = placed.row_of_slot
-        slot = placed.slot_of_row
-        in_table = source[slot.clamp(min=0) // top_k] * top_k + slot.clamp(min=0) % top_k
-        return SlotMap(row_of_slot, torch.where(slot < 0, slot, in_table))
+        lower, higher, own = local.split([num_lower, num_higher, num_own])
+        row_of_slot, slot = map_slots(torch.cat([lower, own, higher]), *args)
+        lower, own, higher = row_of_slot.split([num_lower, num_own, num_higher])
+        first_own, first_higher = num_lower * self.spec.top_k, (num_lower + num_own) * self.spec.top_k
+        in_table = slot + (slot >= first_own) * (num_higher * self.spec.top_k)
+        in_table -= (slot >= first_higher) * ((num_own + num_higher) * self.spec.top_k)
+        return SlotMap(torch.cat([lower, higher, own]), in_table)
 
 
 class KernelPlanner(Planner):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
+
+from .finding import Finding
 
 # module -> what it is for; imported in a process of their own, since a broken one may raise anything, or crash.
 _OPTIONAL = {
@@ -23,29 +25,28 @@ _OPTIONAL = {
 _LOAD_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        area: what it belongs to.
-        name: of the thing.
-        status: "ok", "absent", or "broken": installed, but it does not load.
-        detail: version or reason.
-
-    """
-
-    area: str
-    name: str
-    status: Literal["ok", "absent", "broken"]
-    detail: str
-
-
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Say what is usable on this machine, and why the rest is not."""
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Start so many ranks and say whether they reach one another; under torchrun its own do."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what is usable on this machine, and why the rest is not. Exits with 2 if a value cannot work."""
     from rich.console import Console
 
-    findings = list(examine())
+    from crossdock.errors import ConfigError
+
+    from .reach import look_at_ranks
+
+    try:
+        of_ranks = look_at_ranks(ranks)
+    except ConfigError as refused:
+        print(f"crossdock doctor: {refused}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if of_ranks is None:  # under torchrun another rank reports
+        return
+    findings = [*examine(), *of_ranks]
     choice = _explain_sample()
     if json:
         print(_as_json(findings, choice))
@@ -55,7 +56,8 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead
     console.print(f"\nbackends for {choice['sample']}", highlight=False)
     console.print(choice["table"], highlight=False, markup=False)
     console.print(
-        "For a group of several ranks, print(crossdock.explain(config, group)) in your program.", highlight=False
+        "For several ranks: crossdock doctor --ranks N, or print(crossdock.explain(config, group)) in your program.",
+        highlight=False,
     )
 
 

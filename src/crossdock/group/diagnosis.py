@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .addresses import Address
-from .fingerprint import CallFacts, odd_ranks
+from .fingerprint import CallFacts, in_words, odd_ranks
+from .purpose import DISPATCHER, Purpose
 from .status import CallState, ask
 
 GRACE_S = 2.0  # the longest inquiry but for its last round: timeout_s plus all of it must stay below timeout_s + 5 s
@@ -61,9 +62,16 @@ class Verdict:
         return cls(**{**plain, "ranks": tuple(plain["ranks"]), "reasons": tuple(plain["reasons"])})
 
 
-def diagnose(call: CallFacts, rank: int, peers: Sequence[Address], state: CallState, waited_s: float) -> Verdict:
+def diagnose(
+    call: CallFacts,
+    rank: int,
+    peers: Sequence[Address],
+    state: CallState,
+    waited_s: float,
+    purpose: Purpose = DISPATCHER,
+) -> Verdict:
     """Ask every peer until the blame is clear and agreed. `state.timed_out` says whether `timeout_s` has passed."""
-    inquiry = _Inquiry(call, rank, peers, state, waited_s)
+    inquiry = _Inquiry(call, rank, peers, state, waited_s, purpose)
     with ThreadPoolExecutor(min(max(len(peers), 1), _MAX_THREADS), thread_name_prefix="crossdock-ask") as pool:
         return inquiry.run(pool)
 
@@ -94,6 +102,7 @@ class _Inquiry:
     peers: Sequence[Address]
     state: CallState
     waited_s: float
+    purpose: Purpose
     blamed_since: float | None = None
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     silent_since: dict[int, float] = field(default_factory=dict)
@@ -180,9 +189,11 @@ class _Inquiry:
         answer = self.answers[rank]
         if "reason" in answer:
             return f"rank {rank}: {answer['reason']}"
-        doing = f"{answer['operation']} of layer {answer['layer']!r} (call {answer['call']})"
+        if answer["phase"] == "dead":
+            return f"rank {rank}: its process has ended or {self.purpose.gone}"
+        doing = in_words(answer["operation"], answer["layer"], answer["call"])
         if answer["phase"] == "closed":
-            return f"rank {rank}: it has closed its dispatcher"
+            return f"rank {rank}: {self.purpose.gone}"
         if answer["phase"] == "failed":
             return f"rank {rank}: it failed inside {doing} with an error of its own"
         if answer["call"] == self.call.number and answer["phase"] in _ENTERED:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import ContractViolation
 
-OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward", "redispatch")
+OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward", "redispatch", "step")
 _LAYERS_REMEMBERED = 4096
 LAYER_NAME_WORDS = 6
 NUM_WORDS = 9 + LAYER_NAME_WORDS
@@ -23,9 +23,9 @@ class CallFacts(NamedTuple):
     """One operation as a rank understands it.
 
     Attributes:
-        number: how many operations this dispatcher finished before this one; -1 is its opening.
+        number: how many operations were finished before this one; -1 is the opening.
         operation: one of `OPERATIONS`.
-        layer: name of the layer view.
+        layer: name of the layer view; of a guard's "step", which one it is.
         num_tokens_per_rank: the caller's bound; -1 where it was left out or does not apply.
         num_tokens: T of this rank; -1 unless equal counts were declared.
         grad_mode: whether a backward will follow.
@@ -46,7 +46,9 @@ class CallFacts(NamedTuple):
 
     def __str__(self) -> str:
         if self.number < 0:
-            return "the opening of a dispatcher"
+            return "the opening of an overflow guard" if self.operation == "step" else "the opening of a dispatcher"
+        if self.operation == "step":
+            return in_words(self.operation, self.layer, self.number)
         return f"call {self.number} ({self.operation} of layer {self.layer!r})"
 
     def words(self) -> tuple[int, ...]:
@@ -62,6 +64,17 @@ class CallFacts(NamedTuple):
             self.num_rows,
             *_words_of_name(self.layer),
         )
+
+
+def in_words(operation: str, layer: str, number: int | None = None) -> str:
+    """What a rank does or did last; a call that has no number yet without one.
+
+    >>> in_words("combine", "moe", 3), in_words("combine", "moe"), in_words("step", "7", 9)
+    ("combine of layer 'moe' (call 3)", "combine of layer 'moe'", 'step 7 of an overflow guard')
+    """
+    if operation == "step":
+        return f"step {layer} of an overflow guard"
+    return f"{operation} of layer {layer!r}" + ("" if number is None else f" (call {number})")
 
 
 @lru_cache(maxsize=_LAYERS_REMEMBERED)

@@ -1,4 +1,4 @@
-"""How the members of a group agree to open one dispatcher, through the store alone.
+"""How the members of a group agree to open one dispatcher (or guard), through the store alone.
 
 Openings over one rank list happen in rounds. Every rank puts its offer (its configuration, its choice of backend, its
 status address) into the first round that has not ended. A round ends once, by an atomic write: with nobody missing, by
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ..errors import ContractViolation, PeerTimeout
 from .fingerprint import odd_ranks
 from .members import Members
+from .purpose import DISPATCHER, Purpose
 from .store import within
 
 _STORE_MARGIN_S = 2.0  # what the store's own answers may take beyond `timeout_s`
@@ -40,34 +41,34 @@ class Opening:
     offers: tuple[dict[str, Any], ...]
 
 
-def open_together(members: Members, offer: dict[str, Any], timeout_s: float) -> Opening:
+def open_together(members: Members, offer: dict[str, Any], timeout_s: float, purpose: Purpose = DISPATCHER) -> Opening:
     """Meet the other members and check that all ask for the same thing.
 
     Raises:
         PeerTimeout: members that did not come within `timeout_s`, or a store that does not answer.
         ContractViolation: members that ask for something else, with the differing values.
     """
-    meeting = _Meeting(members, timeout_s)
+    meeting = _Meeting(members, timeout_s, purpose)
     try:
         opening = within(timeout_s + _STORE_MARGIN_S, lambda: meeting.attend(offer))
     except dist.DistError as error:
         cause = str(error).partition("\n")[0]
         raise PeerTimeout(
-            "a dispatcher cannot be opened: the rendezvous store does not answer, the process that hosts it may be dead"
-            f" ({cause})"
+            f"{purpose.opened} cannot be opened: the rendezvous store does not answer, the process that hosts it may be"
+            f" dead ({cause})"
         ) from error
     except TimeoutError as error:
         if isinstance(error, PeerTimeout):
             raise
-        raise PeerTimeout(f"a dispatcher cannot be opened: {error}") from error
-    _check_same(opening.offers)
+        raise PeerTimeout(f"{purpose.opened} cannot be opened: {error}") from error
+    _check_same(opening.offers, purpose)
     return opening
 
 
 class _Meeting:
-    def __init__(self, members: Members, timeout_s: float) -> None:
-        self.members, self.timeout_s = members, timeout_s
-        self.prefix = "crossdock/" + ",".join(map(str, members.global_ranks))
+    def __init__(self, members: Members, timeout_s: float, purpose: Purpose) -> None:
+        self.members, self.timeout_s, self.purpose = members, timeout_s, purpose
+        self.prefix = f"{purpose.prefix}/{','.join(map(str, members.global_ranks))}"
         self.store = dist.PrefixStore(self.prefix, members.store)
         self.deadline = time.monotonic() + timeout_s
 
@@ -122,23 +123,24 @@ class _Meeting:
 
     def _announce(self) -> None:
         me = self.members.global_ranks[self.members.rank]
-        self.members.store.set(f"crossdock/opening/{me}", self.prefix)
+        self.members.store.set(f"{self.purpose.prefix}/opening/{me}", self.prefix)
 
     def _timeout(self, ranks: Sequence[int]) -> PeerTimeout:
         notes = []
         for rank in ranks:
-            key = f"crossdock/opening/{self.members.global_ranks[rank]}"
+            key = f"{self.purpose.prefix}/opening/{self.members.global_ranks[rank]}"
             if self.members.store.check([key]):
-                where = bytes(self.members.store.get(key)).decode().removeprefix("crossdock/")
+                where = bytes(self.members.store.get(key)).decode().removeprefix(f"{self.purpose.prefix}/")
                 notes.append(f"rank {rank} last opened one over global ranks [{where}]")
         return PeerTimeout(
-            f"ranks {list(ranks)} did not open a dispatcher over global ranks {list(self.members.global_ranks)} within"
-            f" {self.timeout_s:g} s" + (f" ({'; '.join(notes)})" if notes else ""),
+            f"ranks {list(ranks)} did not open {self.purpose.opened} over global ranks"
+            f" {list(self.members.global_ranks)} within {self.timeout_s:g} s"
+            + (f" ({'; '.join(notes)})" if notes else ""),
             ranks,
         )
 
 
-def _check_same(offers: Sequence[dict[str, Any]]) -> None:
+def _check_same(offers: Sequence[dict[str, Any]], purpose: Purpose) -> None:
     asked = [offer["agree"] for offer in offers]
     odd = odd_ranks({rank: json.dumps(agree, sort_keys=True) for rank, agree in enumerate(asked)})
     if not odd:
@@ -150,4 +152,4 @@ def _check_same(offers: Sequence[dict[str, Any]]) -> None:
         if any(agree.get(name) != asked[0].get(name) for agree in asked)
     )
     others = [rank for rank in range(len(asked)) if rank not in odd]
-    raise ContractViolation(f"ranks {odd} open another dispatcher than ranks {others}: {differences}", odd)
+    raise ContractViolation(f"ranks {odd} open another {purpose.name} than ranks {others}: {differences}", odd)

@@ -1,4 +1,4 @@
-"""One opened dispatcher's life among its peers: its call numbers, its first fault, and its end."""
+"""The life of one opened dispatcher, or of a guard's group, among its peers: call numbers, first fault, and end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ..errors import CapacityOverflow, ContractViolation, CrossdockError, Invali
 from .addresses import Address, own_hosts
 from .diagnosis import Verdict, agree_on, diagnose
 from .faults import TransportFault
-from .fingerprint import CallFacts, compare
+from .fingerprint import CallFacts, compare, in_words
 from .members import Members
+from .purpose import DISPATCHER, Purpose
 from .rendezvous import Opening, open_together
 from .status import CallState, StatusServer, find_all
 from .store import store_endpoint, store_fault
@@ -26,10 +27,11 @@ from .store import store_endpoint, store_fault
 
 @dataclass
 class Session:
-    """The state that one dispatcher shares with its peers. Owns the status endpoint; `close` ends it."""
+    """What a dispatcher, or a guard in one group, shares with its peers. Owns the status endpoint; `close` ends it."""
 
     members: Members
     timeout_s: float
+    purpose: Purpose = DISPATCHER
     opening: Opening | None = None
     server: StatusServer | None = None
     peers: tuple[Address, ...] = ()
@@ -43,22 +45,22 @@ class Session:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, members: Members, agree: dict[str, Any], timeout_s: float) -> Session:
+    def open(cls, members: Members, agree: dict[str, Any], timeout_s: float, purpose: Purpose = DISPATCHER) -> Session:
         """Meet the peers; `agree` holds what every rank must ask for alike, by name.
 
         Raises:
             PeerTimeout, ContractViolation: see `open_together`.
         """
-        session = cls(members, timeout_s)
+        session = cls(members, timeout_s, purpose)
         if members.store is None or members.size == 1:
             return session
         if members.transport == "in_process":
-            session.opening = open_together(members, {"agree": agree}, timeout_s)
+            session.opening = open_together(members, {"agree": agree}, timeout_s, purpose)
             return session
         session.server = StatusServer(session.state, own_hosts(store_endpoint(members.store)[0]))
         try:
             offer = {"agree": agree, "address": session.server.address.as_dict()}
-            session.opening = open_together(members, offer, timeout_s)
+            session.opening = open_together(members, offer, timeout_s, purpose)
             session._find_peers([Address.from_dict(other["address"]) for other in session.opening.offers])
         except BaseException:
             session.server.close()
@@ -71,7 +73,7 @@ class Session:
         The context gives the facts with their number; `state.words` are its words.
 
         Raises:
-            ContractViolation, PeerTimeout: this call's fault, or the first one of this dispatcher again.
+            ContractViolation, PeerTimeout: this call's fault, or the first one of this session again.
         """
         return InCall(self, facts)
 
@@ -124,10 +126,10 @@ class Session:
         if self.fault is not None:
             raise copy.copy(self.fault)  # a fresh one: a traceback would keep the tensors of the failed call alive
         if self.state.phase == "closed":
-            raise ContractViolation("this dispatcher is closed")
+            raise ContractViolation(f"this {self.purpose.name} is closed")
 
     def probe(self, look: Callable[[], None]) -> None:
-        """Let a transport look at calls for which no host has waited; what it raises becomes this dispatcher's fault.
+        """Let a transport look at calls for which no host has waited; what it raises becomes the session's fault.
 
         Raises:
             ContractViolation, PeerTimeout: see `call`.
@@ -146,11 +148,21 @@ class Session:
 
     def break_off(self, overflow: str) -> None:
         """Give up because rows were dropped, and tell every peer: all raise the same; `raise_fault` does here."""
-        rank = self.members.rank
-        verdict = Verdict((rank,), overflow=overflow)
+        self._tell(Verdict((self.members.rank,), overflow=overflow))
+
+    def give_up(self, numbered: CallFacts, why: str) -> None:
+        """Leave a call for a reason that its peers cannot know, and tell them; raises nothing."""
+        waited_s = round(time.monotonic() - self.state.since, 1)
+        try:
+            self._tell(Verdict((), (f"rank {self.members.rank}: it gave up: {why}",), str(numbered), waited_s))
+        finally:
+            self._entry.release()
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Make a verdict the session's fault, on every rank, unless there is another one."""
         if self.peers:
-            verdict = agree_on(verdict, range(len(self.peers)), rank, self.peers, self.state)
-        elif (key := self._overflow_key) is not None:
+            verdict = agree_on(verdict, range(len(self.peers)), self.members.rank, self.peers, self.state)
+        elif (key := self._told_key) is not None:
             text = bytes(self.members.store.compare_set(key, "", json.dumps(verdict.as_dict()))).decode()
             verdict = Verdict.from_dict(self.state.propose(json.loads(text)))
         self.fault = self.fault or self._fault_of(verdict)
@@ -158,13 +170,13 @@ class Session:
 
     def _hear(self) -> None:
         """Among the ranks of one process there is nobody to ask: who gives up leaves word in their store."""
-        key = self._overflow_key
+        key = self._told_key
         if key is not None and self.state.verdict is None and self.members.store.check([key]):
             self.state.propose(json.loads(bytes(self.members.store.get(key)).decode()))
 
     @property
-    def _overflow_key(self) -> str | None:
-        return f"{self.opening.prefix}/overflow" if self.opening is not None and self.server is None else None
+    def _told_key(self) -> str | None:
+        return f"{self.opening.prefix}/told" if self.opening is not None and self.server is None else None
 
     def close(self) -> None:
         """Stop answering peers."""
@@ -176,14 +188,15 @@ class Session:
         """Keep forked children and second threads out; whoever is let in releases `_entry`."""
         if os.getpid() != self._pid:
             raise ContractViolation(
-                f"this dispatcher was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use it"
+                f"this {self.purpose.name} was opened by process {self._pid}; a forked child ({os.getpid()}) cannot use"
+                " it"
             )
         if not self._entry.acquire(blocking=False):
-            state, what = self.state, operation if layer is None else f"{operation} of layer {layer!r}"
-            inside = self._aside or f"{state.operation} of layer {state.layer!r} (call {state.call})"
+            state, what = self.state, operation if layer is None else in_words(operation, layer)
+            inside = self._aside or in_words(state.operation, state.layer, state.call)
             raise ContractViolation(
                 f"{what} was entered from a second thread while {inside} is running;"
-                " one dispatcher serves one thread at a time"
+                f" one {self.purpose.name} serves one thread at a time"
             )
 
     def _enter(self, facts: CallFacts) -> CallFacts:
@@ -226,7 +239,7 @@ class Session:
             expired = waited_s >= self.timeout_s if error.expired is None else error.expired
             self.state.timed_out = self.state.timed_out or expired
             self.state.move_to("diagnosing")
-            verdict = diagnose(call, self.members.rank, self.peers, self.state, waited_s)
+            verdict = diagnose(call, self.members.rank, self.peers, self.state, waited_s, self.purpose)
         return self._fault_of(verdict, f"transport: {error}")
 
     def _fault_of(self, verdict: Verdict, *notes: str) -> CrossdockError:
@@ -259,7 +272,7 @@ class Session:
         Raises:
             PeerTimeout: peers that offered to open and do not answer.
         """
-        opening = self._enter(CallFacts(-1, "dispatch", "opening"))
+        opening = self._enter(CallFacts(-1, self.purpose.operation, "opening"))
         found = find_all(addresses)
         self.peers = tuple(there or address for there, address in zip(found, addresses, strict=True))
         lost = [rank for rank, there in enumerate(found) if there is None]

@@ -142,7 +142,7 @@ def _reply(connection: socket.socket, state: CallState, token: str) -> None:
 
 
 def ask(address: Address, verdict: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A peer's `CallState.answer()`, or `{"phase": "dead"}` / `{"phase": "silent"}` with a reason.
+    """A peer's `CallState.answer()`, `{"phase": "dead"}`, or `{"phase": "silent"}` with a reason.
 
     A `verdict` is proposed to it; the one that stays is in the answer.
     """
@@ -155,7 +155,7 @@ def ask(address: Address, verdict: dict[str, Any] | None = None) -> dict[str, An
         except (OSError, ValueError) as error:
             reason = f"it does not answer (stopped, or its host cannot be reached: {error})"
     if refused == len(address.hosts):
-        return {"phase": "dead", "reason": "its process has ended or its dispatcher was closed"}
+        return {"phase": "dead"}
     return {"phase": "silent", "reason": reason}
 
 

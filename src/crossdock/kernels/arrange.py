@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .blocks import Tile, power_of_two, token_block, up_to
+from .arrange_blocks import ARRANGING, count_before, count_block, fit_groups, place_block, report_groups
+from .blocks import power_of_two, token_block, up_to
 from .launch import launch
-from .publish import copy_chunks
+from .move import Moves
+from .push import PUSHING, push_chunks
 from .signal import (
     ENDLESS,
     NUM_CHUNKS,
@@ -27,6 +29,7 @@ from .signal import (
     SIGNALLING,
     Board,
     count_wait,
+    have_come,
     is_last,
     launch_wait,
     meet,
@@ -34,6 +37,7 @@ from .signal import (
     wait_for,
     wide,
 )
+from .spread import SPREADING, end_round, fill_padding, spread_chunks
 
 NO_ROW, DROPPED = -1, -2
 _COUNTS_AT_ONCE = 4096  # elements: 16 registers of a thread
@@ -80,111 +84,16 @@ class Groups(NamedTuple):
     report: torch.Tensor
 
 
-class RowsToPublish(NamedTuple):
-    """Rows that some programs lay out meanwhile, see `publish.launch_publish_rows`."""
+class Moving(NamedTuple):
+    """Rows that the same launch moves: some programs push meanwhile, the others spread when they have arranged.
 
-    x: torch.Tensor
-    shelf: torch.Tensor
-    chunk_len: int
-    tile: Tile
-
-
-def count_block(
-    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens, first_expert,
-    TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """Place the slots of one block of tokens among those of their experts in it, and count them."""
-    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
-    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
-    ids_at = ids_ptr + wide(from_rank) * max_tokens * TOP_K
-    named = (token < num_tokens) & (slot < TOP_K)
-    expert = tl.load(ids_at + token * TOP_K + slot, mask=named, other=-1) - first_expert
-    here = named & (expert >= 0) & (expert < NUM_LOCAL)
-    expert = tl.where(here, expert, -1)
-    counts = counts_ptr + wide(tile) * NUM_LOCAL
-    local = tl.arange(0, LOCAL_BLOCK)
-    tl.store(counts + local, 0, mask=local < NUM_LOCAL)
-    earlier = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
-    for start in tl.static_range(0, BLOCK * TOP_K_BLOCK, OTHERS):  # unrolled, so that all is loaded at once
-        other = start + tl.arange(0, OTHERS)
-        other_token, other_slot = block * BLOCK + other // TOP_K_BLOCK, other % TOP_K_BLOCK
-        other_named = (other_token < num_tokens) & (other_slot < TOP_K)
-        other_id = tl.load(ids_at + other_token * TOP_K + other_slot, mask=other_named, other=-1) - first_expert
-        same = (expert[:, None] == other_id[None, :]) & (other[None, :] < flat[:, None])
-        earlier += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
-    at = (wide(from_rank) * bound + token) * TOP_K + slot
-    tl.store(row_of_slot_ptr + at, tl.where(here, earlier, -1), mask=(token < bound) & (slot < TOP_K))
-    tl.debug_barrier()
-    tl.atomic_add(counts + expert, 1, mask=here, sem="relaxed", scope="gpu")
-
-
-def count_before(counts_ptr, tile, num_tiles, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """Slots by expert in the blocks before `tile`, and in all: counts 1, 0, 0, 1 are 1 before tile 3, and 2."""
-    local = tl.arange(0, LOCAL_BLOCK)
-    before = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
-    total = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
-    for start in range(0, num_tiles, TILES):
-        other = start + tl.arange(0, TILES)
-        known = (other < num_tiles)[:, None] & (local < NUM_LOCAL)[None, :]
-        at = counts_ptr + other[:, None].to(tl.int64) * NUM_LOCAL + local[None, :]
-        count = tl.load(at, mask=known, other=0)
-        total += count
-        before += tl.where((other < tile)[:, None], count, 0)
-    return tl.reduce(before, 0, tl.standard._sum_combine), tl.reduce(total, 0, tl.standard._sum_combine)
-
-
-def fit_groups(wanted, capacity, ALIGNMENT: tl.constexpr):
-    """Padded groups one after the other, cut off at the capacity: starts, kept, ends, and the rows of all.
-
-    Wanted 0, 1, 9 with alignment 8 end at 0, 8, 24; with a capacity of 16 they end at 0, 8, 16 and keep 0, 1, 8.
+    Attributes:
+        moves: see there.
+        out: `[R, D]`.
     """
-    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
-    start = end - padded
-    room = tl.where(capacity > start, capacity - start, 0)
-    kept = tl.where(wanted < room, wanted, room)
-    start = tl.where(start < capacity, start, capacity)
-    return start, kept, tl.where(end < capacity, end, capacity), tl.reduce(padded, 0, tl.standard._sum_combine)
 
-
-def report_groups(
-    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start, kept, end, num_rows,
-    NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write what the caller is told of the groups, and of what every rank brings (`told_ptr [EP]`)."""
-    local = tl.arange(0, LOCAL_BLOCK)
-    known = local < NUM_LOCAL
-    tl.store(wanted_ptr + local, wanted.to(tl.int64), mask=known)
-    tl.store(padding_ptr + local, (start + kept).to(tl.int64), mask=known)
-    tl.store(padding_ptr + NUM_LOCAL + local, end.to(tl.int64), mask=known)
-    tl.store(kept_ptr + local, kept.to(tl.int64), mask=known)
-    tl.store(ends_ptr + local, end, mask=known)
-    tl.store(report_ptr, num_rows.to(tl.int64))
-    peer = tl.arange(0, EP_BLOCK)
-    brought = tl.load(told_ptr + peer, mask=peer < EP_SIZE, other=0)
-    tl.store(report_ptr + 1 + peer, brought & 0xFFFFFFFF, mask=peer < EP_SIZE)
-    tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
-
-
-def place_block(
-    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row_ptr, from_rank, block, bound, max_tokens,
-    first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows of one block of tokens: `next_row_ptr [2, e]` has each expert's next row, and how many still fit."""
-    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
-    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
-    at = (wide(from_rank) * bound + token) * TOP_K + slot
-    earlier = tl.load(row_of_slot_ptr + at, mask=(token < bound) & (slot < TOP_K), other=-1)
-    here = earlier >= 0
-    source = wide(from_rank) * max_tokens * TOP_K + token * TOP_K + slot
-    score = tl.load(scores_ptr + source, mask=here, other=0.0)
-    expert = tl.load(ids_ptr + source, mask=here, other=0) - first_expert
-    expert = tl.where(here, expert, 0)
-    row = tl.load(next_row_ptr + expert, mask=here, other=0) + earlier
-    fits = here & (earlier < tl.load(next_row_ptr + NUM_LOCAL + expert, mask=here, other=0))
-    tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2), mask=here)
-    tl.store(row_scores_ptr + row, score, mask=fits)
+    moves: Moves
+    out: torch.Tensor
 
 
 def arrange_kernel(
@@ -202,7 +111,10 @@ def arrange_kernel(
     next_row_ptr,  # [programs, 2, e] int32, of nobody else's interest
     row_scores_ptr,  # [R] float32; used when slots are placed
     x_ptr,  # [T, D]
-    shelf_ptr,  # [max_tokens, D], shared
+    home_ptr,  # [T, K] int32
+    staging_ptr,  # [EP, max_tokens, D], shared
+    staging_table_ptr,  # [EP] int64: addresses of [EP, max_tokens, D]
+    out_ptr,  # [R, D]
     rank,
     digest,
     tokens,  # `varying`: T
@@ -212,11 +124,12 @@ def arrange_kernel(
     x_stride,
     max_tokens,
     chunk_len,
-    num_arrangers,  # the programs behind them lay out rows
+    num_pushers,  # the programs behind them arrange
     COUNTS: tl.constexpr,  # the first step
     PLACES: tl.constexpr,  # the second
+    MOVES: tl.constexpr,  # whether rows are moved as well
     FUSED: tl.constexpr,  # whether this kernel waits and tells, and its programs meet between steps
-    COPIES: tl.constexpr,
+    PADDED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
@@ -225,26 +138,32 @@ def arrange_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
     TILES: tl.constexpr,
+    PUSH_PARTS: tl.constexpr,  # into which columns are cut
+    PARTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
+    PUSH_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Arranging, by some programs; the others lay out rows (patterns acquire, grid and publish)."""
-    first = tl.program_id(0)
+    """Arranging, by some programs, which then spread; the others push (patterns acquire, grid, publish and free)."""
     number = tl.load(state_ptr)
-    if first >= num_arrangers:
-        if COPIES:
-            copy_chunks(
-                x_ptr, shelf_ptr, table_ptr, state_ptr, number, digest, rank, (tokens - 3) // 2,
-                first - num_arrangers, tl.num_programs(0) - num_arrangers, hidden_dim, x_stride, chunk_len,
-                FUSED, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
+    num_arrangers = tl.num_programs(0) - num_pushers
+    first = tl.program_id(0) - num_pushers
+    bound, capacity = (places - 3) // 2, (limit - 3) // 2
+    spreads = first >= 0
+    if first < 0:
+        if MOVES:
+            push_chunks(
+                x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, (tokens - 3) // 2,
+                max_tokens, first + num_pushers, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, TOP_K,
+                PUSH_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, PUSH_ROWS, BLOCK_COLS,
             )  # fmt: skip
+            spreads = have_come(state_ptr, 1, num_arrangers)
     else:
-        bound, capacity = (places - 3) // 2, (limit - 3) // 2
         first_expert = rank * NUM_LOCAL
         num_blocks = (bound + BLOCK - 1) // BLOCK
         num_tiles = EP_SIZE * num_blocks
@@ -277,7 +196,10 @@ def arrange_kernel(
         reports = tl.full((), 0, tl.int32) + (first == 0)
         if COUNTS and not PLACES:
             reports = tl.full((), 0, tl.int32) + is_last(state_ptr, 9, num_arrangers)
-        if PLACES or (reports != 0):
+        looks = reports
+        if PLACES:
+            looks = tl.where(begin < end_tile, 1, reports)
+        if looks != 0:
             before, wanted = count_before(counts_ptr, begin, num_tiles, NUM_LOCAL, LOCAL_BLOCK, TILES)
             start, kept, end, num_rows = fit_groups(wanted, capacity, ALIGNMENT)
             if COUNTS:
@@ -308,6 +230,23 @@ def arrange_kernel(
         if COUNTS and PLACES:
             if is_last(state_ptr, 9, num_arrangers):
                 tl.store(state_ptr + 26, 0)
+        if MOVES:
+            if first == 0:
+                count_wait(state_ptr, desk_ptr, 5)
+            meet(state_ptr, 1, num_arrangers)
+            if PADDED:
+                fill_padding(padding_ptr, out_ptr, first, num_arrangers, hidden_dim, NUM_LOCAL, BLOCK_COLS)
+    if MOVES:
+        if spreads:
+            spread_chunks(
+                signals_ptr, state_ptr, desk_ptr, x_ptr, staging_ptr, row_of_slot_ptr, out_ptr, number, digest, rank,
+                (tokens - 3) // 2, bound, max_tokens, hidden_dim, x_stride, chunk_len, FUSED, TOP_K, PARTS, NUM_CHUNKS,
+                EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
+            )  # fmt: skip
+        end_round(
+            signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptr, number, digest, rank, bound, capacity,
+            hidden_dim, tl.num_programs(0), True, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
 
 
 def launch_arrange(
@@ -318,7 +257,7 @@ def launch_arrange(
     num_local: int,
     num_rows: int | None,
     programs: int,
-    meanwhile: RowsToPublish | None,
+    moving: Moving | None = None,
 ) -> tuple[Groups, torch.Tensor | None]:
     """Arrange what all ranks have sent, for a capacity of `num_rows`; None: for as many as come.
 
@@ -329,8 +268,8 @@ def launch_arrange(
         alignment: groups are padded to a multiple of this.
         num_local: experts of a rank.
         num_rows: R, or None; then slots are counted, and `launch_place` places them.
-        programs: how many arrange, at most, and lay out rows.
-        meanwhile: rows that other programs lay out.
+        programs: how many arrange, at most.
+        moving: rows that the launch moves, on a GPU with `num_rows`; that is the end of the round.
 
     Returns:
         The groups, and `row_scores [R]` float32, 0 on padding rows; None without R.
@@ -343,16 +282,23 @@ def launch_arrange(
     if not board.fused and num_rows is not None:  # in the interpreter the steps are launches of their own
         steps = [(True, False), (False, True)]
     for counts, places in steps:
-        _launch(board, digest, routed, groups, alignment, num_rows, row_scores, counts, places, programs, meanwhile)
+        _launch(board, digest, routed, groups, alignment, num_rows, row_scores, counts, places, programs, moving)
     return groups, row_scores
 
 
 def launch_place(
-    board: Board, digest: int, routed: Routed, groups: Groups, alignment: int, num_rows: int, programs: int
+    board: Board,
+    digest: int,
+    routed: Routed,
+    groups: Groups,
+    alignment: int,
+    num_rows: int,
+    programs: int,
+    moving: Moving | None = None,
 ) -> torch.Tensor:
     """Place the slots that `launch_arrange` has counted: fills `row_of_slot`, returns `row_scores [R]` float32."""
     row_scores = torch.empty(num_rows, dtype=torch.float32, device=board.device)
-    _launch(board, digest, routed, groups, alignment, num_rows, row_scores, False, True, programs, None)
+    _launch(board, digest, routed, groups, alignment, num_rows, row_scores, False, True, programs, moving)
     return row_scores
 
 
@@ -384,31 +330,38 @@ def _launch(
     counts: bool,
     places: bool,
     programs: int,
-    meanwhile: RowsToPublish | None,
+    moving: Moving | None,
 ) -> None:
-    num_local, top_k = groups.wanted.shape[0], routed.ids.shape[2]
+    num_local, (ep_size, max_tokens, top_k) = groups.wanted.shape[0], routed.ids.shape
     block = token_block(board.device, routed.bound, top_k)
     slots = block * power_of_two(top_k)
     others = _OTHERS if board.fused else up_to(max(1, _CPU_COMPARISONS // slots), slots)
     arrangers = max(1, min(programs, groups.counts.shape[0])) if board.fused else 1
+    pushers, num_tokens, warps = 0, 0, 8
+    numbers: tuple[int, ...] = (1, 1, max_tokens, 1)
+    tensors: tuple[torch.Tensor, ...] = (groups.report, groups.row_of_slot, groups.report, groups.report, groups.report)
+    constants = {"PADDED": False, "PUSH_PARTS": 1, "PARTS": 1, "PUSH_ROWS": 1, "BLOCK_ROWS": 1, "BLOCK_COLS": 1}
+    if moving is not None:
+        moves, num_tokens, warps = moving.moves, moving.moves.x.shape[0], moving.moves.spread.warps
+        pushers = moves.push.grid_of(moves.pushes)
+        arrangers = max(arrangers, moves.spread.grid_of(routed.bound * ep_size))
+        tensors, numbers, constants = (*moves.tensors, moving.out), moves.numbers, moves.constants(routed.bound)
     next_row = torch.empty(arrangers, 2, num_local, dtype=torch.int32, device=board.device)
-    x = groups.wanted.view(1, -1) if meanwhile is None else meanwhile.x
-    shelf, chunk_len, tile = (x, 1, Tile(1, 1, 1)) if meanwhile is None else meanwhile[1:]
-    copiers = 0 if meanwhile is None else tile.grid_of(x.shape[0])
     launch(
-        arrange_kernel, (arrangers + copiers,), board.device, *board.tensors,
+        arrange_kernel, (pushers + arrangers,), board.device, *board.tensors,
         routed.ids, routed.scores, groups.row_of_slot, groups.counts, groups.padding,
         groups.tokens_per_expert, groups.wanted, groups.expert_offsets, groups.bad_ids, groups.report,
-        next_row, groups.wanted if row_scores is None else row_scores, x, shelf,
-        board.rank, digest, varying(x.shape[0]), varying(routed.bound),
+        next_row, groups.wanted if row_scores is None else row_scores, *tensors,
+        board.rank, digest, varying(num_tokens), varying(routed.bound),
         varying(2**30 - 2 if num_rows is None else num_rows),
-        x.shape[1], x.stride(0), routed.ids.shape[1], chunk_len, arrangers,
-        COUNTS=counts, PLACES=places, FUSED=board.fused, COPIES=meanwhile is not None, ALIGNMENT=alignment,
+        *numbers, pushers,
+        COUNTS=counts, PLACES=places, MOVES=moving is not None, FUSED=board.fused, ALIGNMENT=alignment,
         TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k),
         NUM_LOCAL=num_local, LOCAL_BLOCK=power_of_two(num_local),
         BLOCK=block, OTHERS=others,
         TILES=up_to(max(1, _COUNTS_AT_ONCE // power_of_two(num_local)), groups.counts.shape[0]),
-        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8, maxnreg=128,
-        helpers=(*SIGNALLING, copy_chunks, count_block, count_before, fit_groups, report_groups, place_block, meet),
-        **tile.constants, **board.constants,
+        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=warps,
+        maxnreg=min(128, 2048 // warps),  # two programs of 8 warps to a processor
+        helpers=(*SIGNALLING, meet, have_come, *ARRANGING, *PUSHING, *SPREADING),
+        **constants, **board.constants,
     )  # fmt: skip

@@ -16,12 +16,13 @@ _CPU_TOKENS = 128
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program moves at a time, blocks of columns of a row, and the most programs."""
+    """Rows and columns that a program moves at a time, and the most programs; blocks of columns of a row; warps."""
 
     rows: int
     cols: int
     max_programs: int
     col_blocks: int = 1
+    warps: int = 8
 
     @property
     def constants(self) -> dict[str, int]:

@@ -1,15 +1,15 @@
-"""Bring results home: the experts' rank lays out what every source rank's tokens get, their rank adds that up.
+"""Bring results home: the experts' rank pushes what every source rank's tokens get, their rank adds that up.
 
 With all slots that is a token's share of a `fast` combine, added up in float32 in the order of its slots and rounded
 once; its own rank adds up every rank's share in the order of ranks, ranks without a slot of it skipped, and rounds
 once. With one slot it is that slot's row as it is, for one round of an `exact` combine, which adds it to sums that are
 kept in float32, by one pattern for all slots in turn.
 
-One rank, one token with two slots, rows `[1], [2]`: `row_of_slot = [[[1, 0]]]` lays out `[3]` for slots 0 and 1, and
+One rank, one token with two slots, rows `[1], [2]`: `row_of_slot = [[[1, 0]]]` gives `[3]` for slots 0 and 1, and
 `[1]` for slot 1 alone; with weights by row `[10, 100]` both give `[210]`. Where a dropped slot (-2) is all there is, it
-lays out 0; where no slot is here at all (-1), nothing, and nobody reads it.
+gives 0; where no slot is here at all (-1), nothing, and nobody reads it.
 
-Two ranks, one token, `home_of_slot = [[1, -1, 0]]`; rank 0 has laid out `[2]`, rank 1 `[3]`: their sum is `[5]`. Slot
+Two ranks, one token, `home_of_slot = [[1, -1, 0]]`; rank 0 has given `[2]`, rank 1 `[3]`: their sum is `[5]`. Slot
 by slot with weights `[[10, 0, 100]]`: slot 0 gives `[30]`, slot 1 leaves it, slot 2 with rank 0's `[2]` makes it
 `[230]`.
 """
@@ -24,16 +24,16 @@ import triton.language as tl
 from .blocks import Tile
 from .launch import launch
 from .publish import Opening
-from .pull import fill
+from .push import PUSHING, Staging, part_of, tell_empty_chunks, tell_if_last
 from .rounding import round_to
 from .signal import (
     CHUNKS,
     ENDLESS,
     NUM_CHUNKS,
-    PARTIALS,
     POLLS_PER_LOOK,
     READ,
     SIGNALLING,
+    STAGING,
     Board,
     begin_call,
     count_wait,
@@ -46,44 +46,38 @@ from .signal import (
     wait_for,
     wide,
 )
+from .spread import fill
 
 
-class Shares(NamedTuple):
-    """Where shares are laid out, and how they are found.
+class Routes(NamedTuple):
+    """Where the rows of a combine lie, and where its results go.
 
     Attributes:
-        own: `[ep_size, max_tokens, D]`, shared: this rank's shares of every source rank's tokens.
-        table: `[ep_size]` int64: addresses of all ranks' ones.
         row_of_slot: `[ep_size, S, K]` int32: rows here.
         home_of_slot: `[T, K]` int32: ranks of this rank's slots.
-        sent: `[1]` int64: rows that other ranks pull from here are added.
-        chunk_len: tokens of a chunk.
+        sent: `[1]` int64: rows that other ranks get from here are added.
     """
 
-    own: torch.Tensor
-    table: torch.Tensor
     row_of_slot: torch.Tensor
     home_of_slot: torch.Tensor
     sent: torch.Tensor
-    chunk_len: int
 
 
-def lay_out_shares(
-    rows_ptr, row_of_slot_ptr, weights_ptr, shares_ptr, sent_ptr, table_ptr, state_ptr, number, digest, rank, bound,
-    max_tokens, hidden_dim, first_slot, first, step, chunk_len,
+def give_shares(
+    rows_ptr, row_of_slot_ptr, weights_ptr, staging_table_ptr, sent_ptr, table_ptr, state_ptr, number, digest, rank,
+    bound, max_tokens, hidden_dim, first_slot, first, step, chunk_len,
     WEIGHTED: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr, NUM_SLOTS: tl.constexpr, PARTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add up and lay out tiles of every rank's tokens, chunk after chunk, as program `first` of `step`."""
+    """Add up tiles of every rank's tokens, chunk after chunk, and push them there, as program `first` of `step`."""
     if FUSED:
         if first == 0:
             # For ranks that dispatch instead.
             tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
-            for chunk in range(NUM_CHUNKS):
-                if chunk * chunk_len >= bound:
-                    word = 6 + number % 2 * NUM_CHUNKS + chunk
-                    tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+            tell_empty_chunks(
+                table_ptr, state_ptr, number, digest, rank, bound, chunk_len, NUM_CHUNKS, EP_SIZE, EP_BLOCK
+            )
     span = hidden_dim if PARTS == 1 else BLOCK_COLS
     num_tiles = EP_SIZE * ((bound + BLOCK_ROWS - 1) // BLOCK_ROWS) * PARTS
     num_sent = tl.full((), 0, tl.int32)
@@ -98,6 +92,7 @@ def lay_out_shares(
             known = tl.where(tl.load(slots + slot, mask=in_range, other=-1) != -1, 1, known)
         if (to_rank != rank) & (part == 0):
             num_sent += tl.reduce(known, 0, tl.standard._sum_combine)
+        there_ptr = part_of(staging_table_ptr, to_rank, rank, max_tokens, hidden_dim, rows_ptr.dtype.element_ty)
         for start in range(part * span, part * span + span, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             inside = (col < hidden_dim)[None, :]
@@ -111,29 +106,26 @@ def lay_out_shares(
                     value = tl.load(weights_ptr + row, mask=row >= 0, other=0.0)[:, None] * value
                 acc = tl.where(present, acc + value, acc)
             tl.store(
-                shares_ptr + (wide(to_rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :],
-                round_to(acc, shares_ptr.dtype.element_ty),
+                there_ptr + token[:, None] * hidden_dim + col[None, :],
+                round_to(acc, rows_ptr.dtype.element_ty),
                 mask=(known > 0)[:, None] & inside & free,
             )
         if FUSED:
-            chunk = block * BLOCK_ROWS // chunk_len
-            tokens_left = bound - chunk * chunk_len
-            tiles_of_chunk = (tl.where(tokens_left < chunk_len, tokens_left, chunk_len) + BLOCK_ROWS - 1) // BLOCK_ROWS
-            if is_last(state_ptr, chunk, tiles_of_chunk * EP_SIZE * PARTS):
-                word = 6 + number % 2 * NUM_CHUNKS + chunk
-                tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+            tell_if_last(
+                table_ptr, state_ptr, number, digest, rank, block * BLOCK_ROWS, bound, chunk_len, EP_SIZE * PARTS,
+                NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS,
+            )  # fmt: skip
     tl.atomic_add(sent_ptr, num_sent.to(tl.int64), sem="relaxed")
 
 
 def add_ranks(
-    shares_table_ptr, home_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, rank, first_col, end_col,
+    staging_ptr, home_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, first_col, end_col,
     TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up every rank's share of a tile of tokens, some columns of it."""
     for start in range(first_col, end_col, BLOCK_COLS):
         col = start + tl.arange(0, BLOCK_COLS)
         inside = (col < hidden_dim)[None, :]
-        at = (wide(rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
         acc = tl.full((BLOCK_ROWS, BLOCK_COLS), 0.0, tl.float32)
         for from_rank in tl.static_range(EP_SIZE):
             has_slot = tl.full((BLOCK_ROWS,), 0, tl.int32)
@@ -141,31 +133,29 @@ def add_ranks(
                 home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
                 has_slot = tl.where(home == from_rank, 1, has_slot)
             present = (has_slot > 0)[:, None]
-            shares_ptr = tl.load(shares_table_ptr + from_rank).to(tl.pointer_type(out_ptr.dtype.element_ty))
-            shares_ptr = tl.multiple_of(shares_ptr, 16)
-            value = tl.load(shares_ptr + at, mask=present & inside, other=0.0).to(tl.float32)
+            at = (wide(from_rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
+            value = tl.load(staging_ptr + at, mask=present & inside, other=0.0).to(tl.float32)
             acc = tl.where(present, acc + value, acc)
         rounded = round_to(acc, out_ptr.dtype.element_ty)
         tl.store(out_ptr + token[:, None] * hidden_dim + col[None, :], rounded, mask=in_range[:, None] & inside)
 
 
 def add_slot(
-    shares_table_ptr, home_ptr, weights_ptr, sums_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, rank, slot,
-    first_col, end_col, WEIGHTED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr,
+    staging_ptr, home_ptr, weights_ptr, sums_ptr, out_ptr, token, in_range, max_tokens, hidden_dim, slot, first_col,
+    end_col, WEIGHTED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add one slot's rows of a tile of tokens to their sums, some columns; the last slot rounds them into `out`."""
     home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
     present = (home >= 0)[:, None]
-    shares_ptr = tl.load(shares_table_ptr + home, mask=home >= 0, other=0)
-    shares_ptr = tl.multiple_of(shares_ptr.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
+    share = tl.where(home >= 0, wide(home) * max_tokens + token, 0)
     for start in range(first_col, end_col, BLOCK_COLS):
         col = start + tl.arange(0, BLOCK_COLS)
         inside = (col < hidden_dim)[None, :]
         tile = in_range[:, None] & inside
         here = token[:, None] * hidden_dim + col[None, :]
-        at = (wide(rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
-        value = tl.load(shares_ptr[:, None] + at, mask=present & inside, other=0.0).to(tl.float32)
+        at = share[:, None] * hidden_dim + col[None, :]
+        value = tl.load(staging_ptr + at, mask=present & inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             value = tl.load(weights_ptr + token * TOP_K + slot, mask=in_range, other=0.0)[:, None] * value
         if FIRST:
@@ -184,8 +174,8 @@ def combine_kernel(
     rows_ptr,  # [R, D]
     row_of_slot_ptr,  # [EP, S, K] int32
     row_weights_ptr,  # [R] float32
-    shares_ptr,  # [EP, max_tokens, D], shared, the dtype of `rows`
-    shares_table_ptr,  # [EP] int64: addresses of [EP, max_tokens, D]
+    staging_ptr,  # [EP, max_tokens, D], shared, the dtype of `rows`
+    staging_table_ptr,  # [EP] int64: addresses of [EP, max_tokens, D]
     home_ptr,  # [T, K] int32: rank of each slot's expert, -1 none
     slot_weights_ptr,  # [T, K] float32
     sums_ptr,  # [T, D] float32
@@ -200,7 +190,7 @@ def combine_kernel(
     max_tokens,
     hidden_dim,
     chunk_len,
-    num_givers,  # programs that lay out; those behind them add up
+    num_givers,  # programs that push; those behind them add up
     GIVES: tl.constexpr,
     TAKES: tl.constexpr,
     FUSED: tl.constexpr,  # whether this kernel waits and tells
@@ -220,24 +210,24 @@ def combine_kernel(
     POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
-    """One round: some programs lay out shares, the others add up what is there (patterns free, publish, acquire)."""
+    """One round: some programs push shares, the others add up what is there (patterns free, publish, acquire)."""
     first = tl.program_id(0)
     number = tl.load(state_ptr)
     if FUSED:
         number += 1  # the last program of this launch counts it
-    first_slot = (slots - 3) // 2
+    first_slot, bound = (slots - 3) // 2, (places - 3) // 2
     if GIVES:
         if first < num_givers:
             if first == 0:
                 begin_call(state_ptr, desk_ptr, call, FUSED)
             if FUSED:
-                free = tl.load(state_ptr + 2)
+                free = tl.load(state_ptr + 1)
                 wait_for(
                     signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK
                 )
-            lay_out_shares(
-                rows_ptr, row_of_slot_ptr, row_weights_ptr, shares_ptr, sent_ptr, table_ptr, state_ptr, number, digest,
-                rank, (places - 3) // 2, max_tokens, hidden_dim, first_slot, first, num_givers, chunk_len,
+            give_shares(
+                rows_ptr, row_of_slot_ptr, row_weights_ptr, staging_table_ptr, sent_ptr, table_ptr, state_ptr, number,
+                digest, rank, bound, max_tokens, hidden_dim, first_slot, first, num_givers, chunk_len,
                 WEIGHTED and not BY_SLOT, FUSED, TOP_K, 1 if BY_SLOT else TOP_K, GIVE_PARTS, NUM_CHUNKS, EP_SIZE,
                 EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
@@ -261,14 +251,14 @@ def combine_kernel(
                 token = wide(block) * TAKE_ROWS + tl.arange(0, TAKE_ROWS)
                 if BY_SLOT:
                     add_slot(
-                        shares_table_ptr, home_ptr, slot_weights_ptr, sums_ptr, out_ptr, token, token < num_tokens,
-                        max_tokens, hidden_dim, rank, first_slot, start, start + span, WEIGHTED, FIRST, LAST, TOP_K,
+                        staging_ptr, home_ptr, slot_weights_ptr, sums_ptr, out_ptr, token, token < num_tokens,
+                        max_tokens, hidden_dim, first_slot, start, start + span, WEIGHTED, FIRST, LAST, TOP_K,
                         TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
                     add_ranks(
-                        shares_table_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, rank,
-                        start, start + span, TOP_K, EP_SIZE, TAKE_ROWS, BLOCK_COLS,
+                        staging_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, start,
+                        start + span, TOP_K, EP_SIZE, TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
     if FUSED:
         if is_last(state_ptr, 8, tl.num_programs(0)):
@@ -281,7 +271,7 @@ def combine_kernel(
                 if tl.load(state_ptr + 4) != 0:
                     fill(out_ptr, float("nan"), 0, num_tokens.to(tl.int64) * hidden_dim, BLOCK_COLS)
             tl.store(state_ptr, number)
-            tl.store(state_ptr + 2, number)
+            tl.store(state_ptr + 1, number)
             tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
             count_wait(state_ptr, desk_ptr, 6)
 
@@ -289,7 +279,8 @@ def combine_kernel(
 def launch_combine(
     board: Board,
     opening: Opening,
-    shares: Shares,
+    staging: Staging,
+    routes: Routes,
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     out: torch.Tensor,
@@ -298,16 +289,17 @@ def launch_combine(
 ) -> None:
     """A `fast` combine of `rows [R, D]` with weights `[R]` float32 by row, or None, into `out [T, D]`.
 
-    `give` and `take` are the tiles of those programs that lay out and of those that add up.
+    `give` and `take` are the tiles of those programs that push and of those that add up.
     """
-    slots = range(shares.row_of_slot.shape[2])
-    _launch_round(board, opening, shares, rows, weights, None, None, slots, out, give, take)
+    slots = range(routes.row_of_slot.shape[2])
+    _launch_round(board, opening, staging, routes, rows, weights, None, None, slots, out, give, take)
 
 
 def launch_combine_slot(
     board: Board,
     opening: Opening,
-    shares: Shares,
+    staging: Staging,
+    routes: Routes,
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     slot: int,
@@ -321,13 +313,14 @@ def launch_combine_slot(
     Slots come in ascending order; `sums [T, D]` float32 keeps what the last one rounds into `out [T, D]`.
     """
     one = range(slot, slot + 1)
-    _launch_round(board, opening, shares, rows, None, weights, sums, one, out, give, take)
+    _launch_round(board, opening, staging, routes, rows, None, weights, sums, one, out, give, take)
 
 
 def _launch_round(
     board: Board,
     opening: Opening,
-    shares: Shares,
+    staging: Staging,
+    routes: Routes,
     rows: torch.Tensor,
     row_weights: torch.Tensor | None,
     slot_weights: torch.Tensor | None,
@@ -337,34 +330,34 @@ def _launch_round(
     give: Tile,
     take: Tile,
 ) -> None:
-    (_, bound, top_k), rows = shares.row_of_slot.shape, rows.contiguous()
+    (_, bound, top_k), rows = routes.row_of_slot.shape, rows.contiguous()
     num_gives, num_takes = give.grid_of(bound * board.ep_size), take.grid_of(out.shape[0])
 
     def run(num_programs: int, num_givers: int, *, gives: bool, takes: bool) -> None:
         launch(
             combine_kernel, (num_programs,), board.device, *board.tensors,
-            rows, shares.row_of_slot, rows if row_weights is None else row_weights.contiguous(),
-            shares.own, shares.table, shares.home_of_slot,
+            rows, routes.row_of_slot, rows if row_weights is None else row_weights.contiguous(),
+            staging.own, staging.table, routes.home_of_slot,
             rows if slot_weights is None else slot_weights.contiguous(), out if sums is None else sums, out,
-            shares.sent, board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
+            routes.sent, board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
             varying(slots.start),
-            shares.own.shape[1], out.shape[1], shares.chunk_len, num_givers,
+            staging.own.shape[1], out.shape[1], staging.chunk_len, num_givers,
             GIVES=gives, TAKES=takes, FUSED=board.fused,
             WEIGHTED=row_weights is not None or slot_weights is not None,
             BY_SLOT=sums is not None, FIRST=slots.start == 0, LAST=slots.stop == top_k,
             TOP_K=top_k, GIVE_PARTS=give.parts_of(bound * board.ep_size),
             TAKE_PARTS=take.parts_of(out.shape[0]), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
-            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=8,
-            helpers=(*SIGNALLING, round_to, fill, lay_out_shares, add_ranks, add_slot),
+            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=give.warps,
+            helpers=(*SIGNALLING, *PUSHING, round_to, fill, give_shares, add_ranks, add_slot),
             **give.constants, **board.constants,
         )  # fmt: skip
 
     if board.fused:
         run(num_gives + num_takes, num_gives, gives=True, takes=True)
         return
-    launch_wait(board, READ, opening.digest, buffer=PARTIALS)
+    launch_wait(board, READ, opening.digest, buffer=STAGING)
     run(1, 1, gives=True, takes=False)
-    launch_tell(board, CHUNKS, opening.digest, buffer=PARTIALS, begins=True)
+    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
     run(1, 0, gives=False, takes=True)
     launch_tell(board, READ, opening.digest)

@@ -16,17 +16,14 @@ inner parts are not those that are known here, or hooks want to see every launch
 from __future__ import annotations
 
 import inspect
-import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
-_interpreting = threading.Lock()  # the interpreter keeps the place in the grid in a variable of its module
+from .rebound import rebound
 
 # What the launchers of compiled kernels take before the kernel's own arguments: Triton 3.6, and 3.7 to 3.9. The first
 # takes under `args` what the second names.
@@ -54,8 +51,7 @@ def launch(
     if _standing_in:
         _standing_in[-1].before_launch(device)
     if device.type != "cuda":
-        with _interpreting, numpy.errstate(all="ignore"):  # a device says nothing of overflows either
-            wrapped(kernel, device.type, helpers)[tuple(grid)](*args, **options)
+        wrapped(kernel, device.type, helpers)(grid, args, options)
         return
     current = torch.cuda.current_device()
     if device.index is None or device.index == current:
@@ -87,9 +83,13 @@ def wrapped(kernel: Callable[..., None], device_type: str, helpers: tuple[Callab
     for helper in (*stand_ins.helpers, *helpers):
         name, twin = helper.__name__, stand_ins.twins.get(helper.__name__)
         if twin is not None:
-            names[f"prompt_{name}"] = _wrap(_rebound(helper, names), device_type)
-        names[name] = _wrap(_rebound(twin or helper, names), device_type)
-    return _wrap(_rebound(kernel, names), device_type)
+            names[f"prompt_{name}"] = _bound(helper, names, device_type)
+        names[name] = _bound(twin or helper, names, device_type)
+    if device_type == "cuda":
+        return _bound(kernel, names, device_type)
+    from .interpret import Interpreted
+
+    return Interpreted(kernel, names)
 
 
 class StandIns(NamedTuple):
@@ -277,20 +277,11 @@ def launcher_is_known(launcher: type) -> bool:
     return tuple(inspect.signature(launcher.__call__).parameters) in _KNOWN_LAUNCHERS
 
 
-def _wrap(function: Callable[..., Any], device_type: str) -> Any:
+def _bound(function: Callable[..., Any], names: dict[str, Any], device_type: str) -> Any:
     if device_type == "cuda":
         from triton.runtime.jit import JITFunction
 
-        return JITFunction(function)
-    from triton.runtime.interpreter import InterpretedFunction
+        return JITFunction(rebound(function, names))
+    from .interpret import interpreted
 
-    return InterpretedFunction(function)
-
-
-def _rebound(function: Callable[..., Any], names: dict[str, Any]) -> Callable[..., Any]:
-    """A copy of `function` that finds `names` before its module's own globals."""
-    plain: Any = function
-    copy = types.FunctionType(plain.__code__, {**plain.__globals__, **names}, plain.__name__, plain.__defaults__)
-    copy.__kwdefaults__, copy.__annotations__ = plain.__kwdefaults__, plain.__annotations__
-    copy.__module__, copy.__qualname__, copy.__doc__ = plain.__module__, plain.__qualname__, plain.__doc__
-    return copy
+    return interpreted(function, names)

@@ -15,7 +15,6 @@ import triton.language as tl
 from .blocks import up_to
 from .launch import launch
 from .publish import Opening
-from .pull import fill
 from .signal import (
     CHUNKS,
     ENDLESS,
@@ -36,6 +35,7 @@ from .signal import (
     wait_for,
     wide,
 )
+from .spread import fill
 
 _CUDA_BLOCK, _CPU_BLOCK = 1024, 1 << 15
 _MAX_PROGRAMS = 32

@@ -3,15 +3,15 @@
 Each rank has `signals [NUM_WORDS, ep_size]` int64 in shared memory; word `[kind, q]` is written by rank q alone:
 
 * `TOKENS + parity`: what rank q brings to a dispatch: `T + bad ids * 2^32`.
-* `ROUTED + parity`: its ids and scores of a dispatch are laid out here; or it makes another call in this round.
-* `CHUNKS + parity * NUM_CHUNKS + c`: chunk c of what it lays out in a round is there.
+* `ROUTED + parity`: its ids and scores of a dispatch are here; or it makes another call in this round.
+* `CHUNKS + parity * NUM_CHUNKS + c`: chunk c of what it brings in a round is here.
 * `READ`: it has read all it wants of a round.
 * `DEPARTED`: 1 once it has closed or given up.
 
 All but the first and the last hold `round * 2^31 + digest`, the digest being that of the call as its rank understands
 it: whoever waits compares it with its own, and needs no message for that. Rounds only grow, so nothing is ever reset.
 A digest is an odd number of 31 bits above 1 (see `digest_of`).
-Words that open or fill a round stand twice, by the round's parity: a rank may lay out the round behind the one that a
+Words that open or fill a round stand twice, by the round's parity: a rank may fill the round behind the one that a
 slow peer still waits for, and never the next. Rounds are counted in `state` int64 of ordinary memory (see `ROUND` and
 below), so a replayed graph counts like an eager call. Small batches have two more kinds of words, see `small.py`.
 
@@ -58,12 +58,12 @@ ARRIVED_SMALL, BROUGHT = CHUNKS + 2 * NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS + 1  #
 NUM_WORDS = BROUGHT + 2
 ROUND_SHIFT = 31  # a digest has so many bits
 
-# Places in `state`: the last round; for every buffer the last round in which it was laid out; then the rest.
-ROUND, ROWS, PARTIALS, SCALARS = 0, 1, 2, 3
+# Places in `state`: the last round; for every buffer the last round that it was used in; then the rest.
+ROUND, STAGING, SCALARS = 0, 1, 3
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
 INBOX = 11  # rounds of small batches; 12 and 13 are of `stress.py`
 ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
-# of a launch (8) and of its part (9); then those of programs that meet
+# of a launch (8) and of its part (9); then, from 26 on, those of programs that meet (2), and of claimed tiles
 NUM_STATE = ARRIVALS + NUM_CHUNKS + 8
 
 # Places in `desk`, pinned memory of the host.
@@ -220,7 +220,7 @@ def is_last(state_ptr, counter, total):
 
 
 def tell_routed(table_ptr, state_ptr, number, rank, digest, num_tokens, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr):
-    """Tell every rank that ids and scores of round `number` are laid out, and how many tokens they are."""
+    """Tell every rank that ids and scores of round `number` are there, and how many tokens they are."""
     peer = tl.arange(0, EP_BLOCK)
     tokens = wide(num_tokens) + tl.load(state_ptr + 7) * 4294967296
     words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
@@ -240,6 +240,19 @@ def meet(state_ptr, counter, total):
     tl.debug_barrier()
 
 
+def come(state_ptr, counter):
+    """Let other programs of this launch see that this one is here (pattern grid); waits for nobody."""
+    tl.debug_barrier()
+    tl.atomic_add(state_ptr + 26 + counter, 1, sem="acq_rel", scope="gpu")
+
+
+def have_come(state_ptr, counter, total):
+    """Whether all `total` programs are there that were to come or to meet (pattern grid); waits for nobody."""
+    there = tl.atomic_add(state_ptr + 26 + counter, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+    return there == total
+
+
 SIGNALLING = (wide, wait_for, count_wait, begin_call, may_lay_out, tell, is_last, tell_routed)
 
 
@@ -252,13 +265,13 @@ def tell_kernel(
     digest,
     tokens,  # `varying`
     WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
-    BUFFER: tl.constexpr,  # for CHUNKS: place in `state` of the buffer that has been laid out
+    BUFFER: tl.constexpr,  # for CHUNKS: place in `state` of the buffer that has been filled
     BEGINS: tl.constexpr,  # for CHUNKS: whether they begin a round
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tell every rank what a launch before this one has laid out or read."""
+    """Tell every rank what a launch before this one has written or read."""
     number = tl.load(state_ptr)
     if (WORD == 2) | BEGINS:
         number += 1
@@ -272,9 +285,13 @@ def tell_kernel(
         tl.store(state_ptr + BUFFER, number)
         if BEGINS:
             tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
-        for chunk in range(NUM_CHUNKS):
-            word = 6 + number % 2 * NUM_CHUNKS + chunk
-            tell(table_ptr, state_ptr, word, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+        # As `tell` does it, for all chunks at once; the interpreter takes lanes in their order, the last chunk last.
+        lane = tl.arange(0, NUM_CHUNKS * EP_BLOCK)
+        peer, word = lane % EP_BLOCK, 6 + number % 2 * NUM_CHUNKS + lane // EP_BLOCK
+        words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
+        told = tl.full((NUM_CHUNKS * EP_BLOCK,), 0, tl.int64) + (number * 2147483648 + digest)
+        heard = (peer < EP_SIZE) & may_lay_out(state_ptr)
+        tl.atomic_xchg(words + word * EP_SIZE + rank, told, mask=heard, sem="release", scope="sys")
 
 
 def wait_kernel(
@@ -285,7 +302,7 @@ def wait_kernel(
     WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
     BUFFER: tl.constexpr,  # for READ: place in `state` of the buffer that shall be free
     COUNTS: tl.constexpr,  # whether its beginning is counted here
-    CHUNK_STEP: tl.constexpr,  # for CHUNKS: of so many one is looked at, from the first on
+    ENDS: tl.constexpr,  # for CHUNKS: whether the last was told behind all others, and stands for them
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
@@ -301,13 +318,20 @@ def wait_kernel(
         )
     else:
         code = tl.full((), 1, tl.int32)
-        for nth in range(0, 1 if WORD == 2 else NUM_CHUNKS, CHUNK_STEP):
+        for nth in range(NUM_CHUNKS - 1 if ENDS else 0, 1 if WORD == 2 else NUM_CHUNKS):
             if code == 1:
                 word = (2 + number % 2) if WORD == 2 else (6 + number % 2 * NUM_CHUNKS + nth)
                 code = wait_for(
                     signals_ptr, state_ptr, desk_ptr, word, number, digest, max_polls, polls_per_look, True,
                     EP_SIZE, EP_BLOCK,
                 )  # fmt: skip
+        if ENDS:
+            if code == 0:  # a peer with a small batch tells the first chunk, and no other (see `small.py`)
+                first = wait_for(
+                    signals_ptr, state_ptr, desk_ptr, 6 + number % 2 * NUM_CHUNKS, number, digest, max_polls,
+                    polls_per_look, True, EP_SIZE, EP_BLOCK,
+                )  # fmt: skip
+                code = tl.where(first > 1, first, 0)
     if code > 0:
         count_wait(state_ptr, desk_ptr, 6)
 
@@ -338,7 +362,7 @@ def digest_of(words: Sequence[int]) -> int:
 def launch_tell(
     board: Board, word: int, digest: int, *, buffer: int = 0, begins: bool = False, num_tokens: int = 0
 ) -> None:
-    """Tell all ranks: routing is laid out (`ROUTED`), a buffer is (`CHUNKS`), or the round has been read (`READ`)."""
+    """Tell all ranks: routing is there (`ROUTED`), rows or scalars are (`CHUNKS`), or the round is read (`READ`)."""
     launch(
         tell_kernel, (1,), board.device, *board.tensors, board.rank, digest, varying(num_tokens),
         WORD=word, BUFFER=buffer, BEGINS=begins, NUM_CHUNKS=NUM_CHUNKS,
@@ -357,22 +381,26 @@ def launch_wait(board: Board, word: int, digest: int, *, buffer: int = 0) -> Non
     if board.fused:
         _launch_wait(board, word, digest, buffer, ENDLESS, POLLS_PER_LOOK)
         return
-    wait_on_cpu(board, lambda max_polls: _launch_wait(board, word, digest, buffer, max_polls, 1))
+    wait_on_cpu(board, lambda _: _launch_wait(board, word, digest, buffer, 1, 1))
 
 
 def wait_on_cpu(board: Board, ask: Callable[[int], None]) -> None:
-    """Let `ask` launch a wait of so many polls, again and again until it counts its end.
+    """Let `ask` launch a wait of so many polls, whenever a word has changed, until it counts its end.
 
     Raises:
         GivenUp: it ended without what it waited for.
     """
     board.desk[DESK_BEGUN] += 1
-    before, looks = int(board.desk[DESK_ENDED]), 0
+    before, looks, seen = int(board.desk[DESK_ENDED]), 0, b""
     while int(board.desk[DESK_ENDED]) == before:
-        if looks:
+        # A launch costs a hundred times what this does. It looks at the words behind it, and misses none that comes.
+        words = board.signals.numpy().tobytes() + board.state.numpy().tobytes()
+        if words == seen:
             time.sleep(_CPU_SLEEPS_S[min(looks // 4, len(_CPU_SLEEPS_S) - 1)])
-        looks += 1
-        ask(_CPU_POLLS)
+            looks += 1
+        else:
+            ask(_CPU_POLLS)
+            seen = words
     if int(board.desk[DESK_CODE]):
         raise GivenUp(int(board.desk[DESK_CODE]))
 
@@ -381,7 +409,7 @@ def _launch_wait(board: Board, word: int, digest: int, buffer: int, max_polls: i
     launch(
         wait_kernel, (1,), board.device, *board.tensors, digest, max_polls, polls_per_look,
         WORD=word, BUFFER=buffer, COUNTS=board.fused,
-        CHUNK_STEP=1 if board.fused else NUM_CHUNKS - 1,  # first and last: `tell_kernel` tells them in their order
+        ENDS=word == CHUNKS and not board.fused,  # `tell_kernel` has told them in their order
         NUM_CHUNKS=NUM_CHUNKS,
         num_warps=1, helpers=SIGNALLING, **board.constants,
     )  # fmt: skip

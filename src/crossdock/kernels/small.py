@@ -1,10 +1,10 @@
 """Small batches: what dispatch and combine in one kernel each share, an inbox at every rank and the wait for all.
 
-General kernels let a rank read what its peers have laid out, which costs a way there and back and two waits. For few
-tokens the sender knows enough: it pushes each row once into an inbox at every rank that wants it, and tells each rank
-once. What is pushed in round n lies in half `n % 2` of the inbox, n counting the rounds of this kind alone (`INBOX` in
-`state`). Nothing of such a round waits for `READ`: who pushes in round n + 2 has seen every rank arrive in round n + 1,
-and a rank arrives there behind its whole kernel of round n, which has read that half. General rounds between them touch
+General kernels tell routing first and rows chunk by chunk, and arrange in between, which is most of what few tokens
+take. For these a rank pushes each row once into an inbox at every rank that wants it, and tells each rank once. What is
+pushed in round n lies in half `n % 2` of the inbox, n counting the rounds of this kind alone (`INBOX` in `state`).
+Nothing of such a round waits for `READ`: who pushes in round n + 2 has seen every rank arrive in round n + 1, and a
+rank arrives there behind its whole kernel of round n, which has read that half. General rounds between them touch
 no inbox. They count in `ROUND` as all rounds do, and their words are written by the same rule: none is written again
 before everyone has passed the round in between.
 
@@ -31,8 +31,8 @@ import triton.language as tl
 
 from .blocks import power_of_two, up_to
 from .launch import launch
-from .pull import fill
 from .signal import NUM_CHUNKS, Board, count_wait, wait_on_cpu, wide
+from .spread import fill
 
 MOST_TOKENS = 512
 MOST_RANKS = 16  # a kernel has a store for each

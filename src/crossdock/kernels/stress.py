@@ -5,8 +5,7 @@ While `delays` lasts, kernels are built with the slowed twins below in the place
 does what it stands for, which it finds as `prompt_<name>`, and dawdles again. What that brings about: a word is told
 long after the stores that it tells of, or what follows it comes late; a program waits late, or reads late what it has
 waited for; the last of a launch is another one each time. `tell_routed` dawdles through `tell`, and `tell_call`,
-behind which a program arrives, in `arrive`. Rows pulled by bulk copies go through none of these: only the launches
-around them do.
+behind which a program arrives, in `arrive`.
 
 To dawdle is to add to a word of `state` again and again, each time for the result: on a GPU a trip to its cache and
 back, up to 63 times. Atomics, since their result is one for all warps of a program, and they order nothing else here.
@@ -29,6 +28,8 @@ import torch
 import triton.language as tl
 
 from .launch import StandIns, standing_in
+from .signal import come as prompt_come
+from .signal import have_come as prompt_have_come
 from .signal import is_last as prompt_is_last
 from .signal import meet as prompt_meet
 from .signal import tell as prompt_tell
@@ -96,6 +97,21 @@ def meet(state_ptr, counter, total):
     dawdle(state_ptr)
 
 
+def come(state_ptr, counter):
+    """Slowed."""
+    dawdle(state_ptr)
+    prompt_come(state_ptr, counter)
+    dawdle(state_ptr)
+
+
+def have_come(state_ptr, counter, total):
+    """Slowed."""
+    dawdle(state_ptr)
+    all_there = prompt_have_come(state_ptr, counter, total)
+    dawdle(state_ptr)
+    return all_there
+
+
 def arrive(words, state_ptr, first, programs, rank, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr):
     """Slowed."""
     dawdle(state_ptr)
@@ -118,7 +134,7 @@ def wait_for_all(
 
 
 SLOWED: dict[str, Callable[..., Any]] = {
-    twin.__name__: twin for twin in (wait_for, tell, is_last, meet, arrive, wait_for_all)
+    twin.__name__: twin for twin in (wait_for, tell, is_last, meet, come, have_come, arrive, wait_for_all)
 }
 
 

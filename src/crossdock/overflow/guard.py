@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dispatcher import TokenDispatcher
-from ..errors import CapacityOverflow, ConfigError, ContractViolation, InvalidInput
+from ..errors import CapacityOverflow, ConfigError, ContractViolation, CrossdockError, InvalidInput
+from ..ledger import HostCopy
 from ..opened import OpenDispatcher
 from ..types import RowCapacity, check_positive_int
-from .agree import Agreement
+from .agree import Agreement, come_to
 from .apply import Stepper
 from .rng import RngState
 from .sizing import Shrinking, Sizer
@@ -59,6 +62,7 @@ class OverflowGuard:
         optimizer: one, or several that step together.
         groups: every group over which a step is the same for all ranks, beside the dispatchers' own: those of data,
             tensor and pipeline parallelism. The flag is agreed over each in turn, as over the dimensions of a mesh.
+            Making a guard asks no other rank; on a CPU the first step meets them, and opens communicators of its own.
         snapshot: keep a copy of parameters and state during the step, and put it back on the device, so that the host
             reads nothing; for optimizers without `found_inf`.
         sync: read on the host at every step, so that sizes change at once.
@@ -114,9 +118,14 @@ class OverflowGuard:
         self._reads_host = sync or retry or any(stepper.needs_host for stepper in self._steppers)
         self._attach()
         timeout_s = max(opened.config.timeout_s for opened in self._opened)
-        self._own = [Agreement.over(each.group, timeout_s) for each in guarded]
-        self._wider = _wider(self._own, groups, timeout_s)
+        self._own = [Agreement.over(each.group, self._device, timeout_s) for each in guarded]
+        self._wider = _wider(self._own, groups, self._device, timeout_s)
+        for places in _by_key(self._own):  # else two guards that first step in another order on one rank would pair up
+            self._own[places[0]].alike = {"dispatchers": [_opening_of(self._opened[i]) for i in places]}
+        self._agreements = [*(self._own[places[0]] for places in _by_key(self._own)), *self._wider]
+        self._close = weakref.finalize(self, _close_all, self._agreements, os.getpid())
         self._unread: _Report | None = None
+        self._fault: CrossdockError | None = None  # of the first step to which not all ranks came
         self._steps = self._skipped = self._skipped_in_a_row = self._retries = self._grown = self._shrunk = 0
 
     def step(self, closure: Callable[[], Loss] | None = None, *, scaler: Any = None) -> Loss | None:
@@ -138,11 +147,12 @@ class OverflowGuard:
         self._read_late()
         rng = RngState.of(self._device) if self._retry else None
         loss = _run(closure)
-        report, skip = self._agree(), None
+        report, skip, runs = self._agree(str(self._steps)), None, 1
         if self._reads_host:
             skip = self._take(report)
             while skip and rng is not None and report.values()[0] == 1:
-                loss, report = self._run_again(closure, rng)
+                runs += 1
+                loss, report = self._run_again(closure, rng, runs)
                 skip = self._take(report)
         else:
             self._unread = report
@@ -191,20 +201,33 @@ class OverflowGuard:
         for opened in self._opened:
             opened.session.raise_fault()
 
-    def _agree(self) -> _Report:
-        """What all ranks have seen of this step."""
+    def _agree(self, step: str) -> _Report:
+        """What all ranks have seen of this step, which `step` names."""
         self._raise_faults()
+        if self._fault is not None:
+            raise copy.copy(self._fault)  # a fresh one: a traceback would keep tensors alive
         device = self._device
         news = [opened.take_news(device).to(device) for opened in self._opened]
-        for members in _by_key(self._own):
-            joined = torch.cat([news[i] for i in members])
-            self._own[members[0]].maximum(joined, self._raise_faults)
-            for i, part in zip(members, joined.split([len(news[i]) for i in members]), strict=True):
+        try:
+            with come_to(step, self._agreements, self._raise_faults):
+                flag = self._agree_on(news)
+        except CrossdockError as fault:
+            self._fault = copy.copy(fault)
+            raise
+        return _Report(flag, news)
+
+    def _agree_on(self, news: list[Tensor]) -> Tensor:
+        """Put what all ranks have seen in the place of what this one has; `[1]`: the first word of all of it."""
+        for places in _by_key(self._own):
+            joined = torch.cat([news[i] for i in places])
+            num_calls = sum(self._opened[i].session.num_calls for i in places)
+            self._own[places[0]].maximum(joined, self._raise_faults, num_calls)
+            for i, part in zip(places, joined.split([len(news[i]) for i in places]), strict=True):
                 news[i] = part
         flag = torch.stack([part[0] for part in news]).amax().reshape(1)
         for agreement in self._wider:
             agreement.maximum(flag, self._raise_faults)
-        return _Report(flag, news)
+        return flag
 
     def _take(self, report: _Report) -> bool:
         """Read a report on the host and fit capacities; whether its step is truncated."""
@@ -227,13 +250,13 @@ class OverflowGuard:
             report, self._unread = self._unread, None
             self._take(report)
 
-    def _run_again(self, closure: Callable[[], Loss] | None, rng: RngState) -> tuple[Loss | None, _Report]:
+    def _run_again(self, closure: Callable[[], Loss] | None, rng: RngState, run: int) -> tuple[Loss | None, _Report]:
         self._retries += 1
         self._skipped -= 1  # it is not skipped, but made again
         rng.restore()
         for stepper in self._steppers:
             stepper.optimizer.zero_grad(set_to_none=True)
-        return _run(closure), self._agree()
+        return _run(closure), self._agree(f"{self._steps}, run {run},")
 
     def _give_up(self, parts: list[list[int]]) -> None:
         found = ((sizer.dropping(part), i) for i, (sizer, part) in enumerate(zip(self._sizers, parts, strict=True)))
@@ -249,12 +272,12 @@ class OverflowGuard:
 
     def _attach(self) -> None:
         for opened in self._opened:
-            if opened.guard is not None and opened.guard() is not None:
+            if (there := opened.accounts.guard) is not None and there() is not None:
                 raise ConfigError(
                     "a dispatcher has one guard, and this one has one already: give that all optimizers, or drop it"
                 )
         for opened in self._opened:
-            opened.guard = weakref.ref(self)
+            opened.accounts.guard = weakref.ref(self)
 
 
 class _Report:
@@ -267,20 +290,11 @@ class _Report:
     def __init__(self, code: Tensor, news: list[Tensor]) -> None:
         self.flag = (code != 0).to(torch.float32).reshape(())
         self._sizes = [len(part) for part in news]
-        words = torch.cat([code, *news])
-        self._host, self._event = words, None
-        if words.is_cuda:
-            self._host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            self._host.copy_(words, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._copy = HostCopy(torch.cat([code, *news]))
 
     def values(self) -> list[int]:
         """1 (rows were dropped) or 2 (a call was given up), then every dispatcher's words; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
+        return self._copy.values()
 
     def split(self, words: list[int]) -> list[list[int]]:
         """Every dispatcher's words."""
@@ -303,11 +317,25 @@ def _by_key(agreements: list[Agreement]) -> list[list[int]]:
     return list(places.values())
 
 
-def _wider(own: list[Agreement], groups: Sequence[Any], timeout_s: float) -> list[Agreement]:
+def _close_all(agreements: list[Agreement], pid: int) -> None:
+    if os.getpid() == pid:  # else a forked child: the links are its parent's
+        for agreement in agreements:
+            agreement.close()
+
+
+def _wider(own: list[Agreement], groups: Sequence[Any], device: torch.device, timeout_s: float) -> list[Agreement]:
     """Over the given groups; not over the dispatchers' own where they have only one, for that is agreed already."""
-    agreements = [Agreement.over(group, timeout_s) for group in _listed(groups)]
+    agreements = [Agreement.over(group, device, timeout_s) for group in _listed(groups)]
+    for place, agreement in enumerate(agreements):  # one after the other, so ranks that turn them round would miss news
+        agreement.alike = {"place in groups": place}
     known = {agreement.key for agreement in own}
     return [each for each in agreements if each.members.size > 1 and (len(known) > 1 or each.key not in known)]
+
+
+def _opening_of(opened: OpenDispatcher) -> str:
+    """What tells a dispatcher from all others, the same on every rank of it."""
+    opening = opened.session.opening
+    return "" if opening is None else opening.prefix
 
 
 def _listed(given: Any) -> list[Any]:

@@ -46,7 +46,7 @@ class Sizer:
     def fit(self, words: Sequence[int]) -> Resized:
         """Take what the group has agreed on of one step, as `Ledger.take` lays it out."""
         num_layers = (len(words) - 1) // 2
-        layers = self._opened.ledger.layers[:num_layers] if num_layers else []
+        layers = self._opened.accounts.ledger.layers[:num_layers] if num_layers else []
         dropped, seen = words[1 : 1 + num_layers], words[1 + num_layers :]
         grown = sum(self._grow(layer, peak) for layer, peak in zip(layers, dropped, strict=True))
         shrunk = sum(self._shrink(layer, peak) for layer, peak in zip(layers, seen, strict=True))
@@ -55,17 +55,17 @@ class Sizer:
     def dropping(self, words: Sequence[int]) -> str | None:
         """The first layer of these that dropped rows."""
         num_layers = (len(words) - 1) // 2
-        return next((self._opened.ledger.layers[i] for i in range(num_layers) if words[1 + i]), None)
+        return next((self._opened.accounts.ledger.layers[i] for i in range(num_layers) if words[1 + i]), None)
 
     def _grow(self, layer: str, peak: int) -> bool:
-        measured, seen = self._opened.calibration_of(layer), Calibration(peak, TOKENS_OF_PEAK)
+        measured, seen = self._opened.sizes.measured(layer), Calibration(peak, TOKENS_OF_PEAK)
         if not peak or measured is None or has_room(self._opened.config, measured, seen):
             return False
         self._resize(layer, seen)
         return True
 
     def _shrink(self, layer: str, peak: int) -> bool:
-        measured, seen = self._opened.calibration_of(layer), Calibration(peak, TOKENS_OF_PEAK)
+        measured, seen = self._opened.sizes.measured(layer), Calibration(peak, TOKENS_OF_PEAK)
         if self._shrinking is None or not peak or measured is None:
             return False
         if not has_room(self._opened.config, measured, seen, self._shrinking.below):

@@ -28,18 +28,10 @@ _START_S = 60.0  # importing torch from a cold disk is most of it
 _END_S = 5.0
 _STACKS_S = 1.0
 _STACKS_PAUSE_S = 0.1
-# Imported once in the fork server if the launcher has them too; none of them starts a thread pool or touches CUDA.
-_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "typer",
-    "rich",
-    "crossdock",
-)
+# Imported once in the fork server: what every rank needs that opens a dispatcher (torch._dynamo takes a second), and
+# what else the launcher has. None of them starts a thread pool or touches CUDA.
+_NEEDED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "crossdock")
+_PERHAPS_NEEDED = ("pytest", "hypothesis", "typer", "rich")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +226,7 @@ class World:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
+    context.set_forkserver_preload([*_NEEDED, *(name for name in _PERHAPS_NEEDED if name in sys.modules)])
     return context
 
 

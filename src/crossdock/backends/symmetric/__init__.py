@@ -15,7 +15,7 @@ from ..base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link,
 
 
 class SymmetricBackend(Backend):
-    """Receiver-driven dispatch and combine through symmetric memory."""
+    """Dispatch and combine that push rows through symmetric memory."""
 
     name = "symmetric"
     traits = BackendTraits(
@@ -23,6 +23,7 @@ class SymmetricBackend(Backend):
         dtypes=frozenset(SUPPORTED_DTYPES),
         row_capacities=EVERY_ROW_CAPACITY,
         capturable=True,
+        ranks_share_gpus=True,
         needs="triton, and all ranks on one host",
     )
 

@@ -1,7 +1,7 @@
-"""The rounds in which ranks lay out data and read each other's: this rank's board, and what the host knows of it.
+"""The rounds in which ranks write data for each other and read it: this rank's board, and what the host knows of it.
 
-A round: wait until every rank has read what this one laid out in the same buffer last; lay out; tell every rank; wait
-until every rank has told; read; tell every rank. The launchers of `kernels/` do that, on a GPU inside their kernels.
+A round: wait until every rank has read what was written into the same buffer last; write; tell every rank; wait until
+every rank has told; read; tell every rank. The launchers of `kernels/` do that, on a GPU inside their kernels.
 All ranks make the same rounds in the same order. A rank that runs ahead cannot overwrite what a slow one has not read:
 it is held up where the same buffer comes again, and where it waits itself one round later at the latest.
 

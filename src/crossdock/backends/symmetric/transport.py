@@ -1,13 +1,13 @@
-"""Dispatch and combine through memory that all ranks see: every rank lays out, and whoever wants something reads it.
+"""Dispatch and combine through memory that all ranks see: every rank pushes to where whoever wants something reads it.
 
-A dispatch pushes its routing to every rank and lays out its rows. Every rank works out for itself, from all ranks' ids,
-where rows go among those of its experts, and pulls each row once. A combine lays out at the experts' rank what each
-source rank's tokens get from it, and their rank pulls and adds up: one share a rank in `fast`, one slot after the other
-in `exact`. Where batches are small and capacities known, one kernel does a whole dispatch or `fast` combine, by pushing
-(`kernels/small.py`); the bits are the same.
+A dispatch pushes its routing to every rank, and each of its rows once to every rank that wants it, into a staging
+buffer. Meanwhile every rank works out for itself, from all ranks' ids, where rows go among those of its experts, and
+spreads what has come. A combine pushes from the experts' rank what each source rank's tokens get from it, and their
+rank adds that up: one share a rank in `fast`, one slot after the other in `exact`. Where batches are small and
+capacities known, one kernel does a whole dispatch or `fast` combine (`kernels/small.py`); the bits are the same.
 
-Where a dispatch lays out its rows can be lent to their producer (`input_buffer`). Then they are where peers read them,
-and are published as no rows at all, so that all chunks are told at once.
+Rows are pushed from where they are, so nothing is copied of an ordinary `x` either; what `input_buffer` gives is memory
+that a producer may fill again in every step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...inputs import refuse_bad_ids
-from ...kernels.arrange import Groups, Routed, RowsToPublish, launch_arrange, launch_place
-from ...kernels.combine import Shares, launch_combine, launch_combine_slot
-from ...kernels.publish import Opening, Routing, launch_publish_routing, launch_publish_rows
-from ...kernels.pull import launch_pull_rows
+from ...kernels.arrange import Groups, Moving, Routed, launch_arrange, launch_place
+from ...kernels.combine import Routes, launch_combine, launch_combine_slot
+from ...kernels.move import Moves, launch_move_rows, launch_push_rows, launch_spread_rows
+from ...kernels.publish import Opening, Routing, launch_publish_routing
+from ...kernels.push import Staging
 from ...kernels.scalars import Slips, launch_swap_scalars
-from ...kernels.signal import GIVEN_UP, READ, ROUND_SHIFT, ROUTED, ROWS, TOKENS, digest_of, launch_tell, launch_wait
+from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, digest_of, launch_tell, launch_wait
 from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
-from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportFault, TransportSpec, Weights
+from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
 from .plan import Plan, serves_small
 from .rounds import Rounds, notes_spec, signals_spec
 
@@ -43,7 +44,7 @@ class SymmetricLayout(NamedTuple):
         row_of_slot: `[ep_size, S, top_k]` int32: the row here of every rank's slots; -1 elsewhere, -2 dropped.
         padding: `[2, e]` int64: where each local expert's padding begins and ends.
         home_of_slot: `[T, top_k]` int32: the rank that has each of this rank's slots; -1 without an expert.
-        num_sent: `[1]` int64: rows that other ranks pull from here.
+        num_sent: `[1]` int64: rows that other ranks get from here.
         extent: `[R, 0]`: nothing but R, which no other of these has.
     """
 
@@ -61,10 +62,10 @@ def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
         *_inbox_specs(spec),
         signals_spec(spec.ep_size),
         notes_spec(),
-        BufferSpec("rows", (tokens, spec.hidden_dim), spec.dtype),
+        BufferSpec("input", (tokens, spec.hidden_dim), spec.dtype),
         BufferSpec("ids", (spec.ep_size, tokens, top_k), torch.int32),
         BufferSpec("scores", (spec.ep_size, tokens, top_k), torch.float32),
-        BufferSpec("shares", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
+        BufferSpec("staging", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
         BufferSpec("slips", (spec.ep_size, tokens, top_k), torch.float32),
     ]
 
@@ -102,11 +103,9 @@ class SymmetricTransport(Transport):
         self.rounds = Rounds(spec, self.workspace, device, link.on_expiry)
         self.plan = Plan.of(spec, device)
         self._inbox = self._new_inbox()
-        shelf = self.workspace.own["rows"]
-        self._shelf_at = range(shelf.data_ptr(), shelf.data_ptr() + shelf.nbytes)
-        self._has_lent = False
+        self._staging = Staging(self.workspace.own["staging"], self.workspace.table["staging"], self.plan.chunk_len)
         self._host_syncs = 0
-        self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted by the kernels that lay them out
+        self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted on the device
         self._sent_other_bytes = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
@@ -124,15 +123,15 @@ class SymmetricTransport(Transport):
             tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
             routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_rows)
             home_of_slot, num_sent = launch_publish_routing(board, opening, routing)
+            moves = self._moves(x, home_of_slot)
+            if not board.fused:
+                launch_push_rows(board, opening, moves, num_sent)
             routed = Routed(own["ids"], own["scores"], self._bound(call))
-            groups, row_scores = self._arrange(opening, routed, x, num_sent, num_rows)
-            if row_scores is None:
-                num_rows = self._await_counts(groups, opening)
-                row_scores = self._place(opening, routed, groups, num_rows)
-            assert num_rows is not None
-            extent = x.new_empty(num_rows, 0)
-            layout = SymmetricLayout(groups.row_of_slot, groups.padding, home_of_slot, num_sent, extent)
-            rows = self._pull(layout, opening, row_scores)
+            groups, row_scores, rows = self._arrange(opening, routed, moves, num_rows)
+            if not board.fused:
+                launch_spread_rows(board, opening, moves, groups.row_of_slot, groups.padding, rows)
+        extent = x.new_empty(rows.shape[0], 0)
+        layout = SymmetricLayout(groups.row_of_slot, groups.padding, home_of_slot, num_sent, extent)
         return Received(
             rows=rows,
             row_scores=row_scores,
@@ -145,31 +144,30 @@ class SymmetricTransport(Transport):
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
         self._count_other(0)
+        moves, rows = self._moves(x if x.stride(1) == 1 else x.contiguous(), there.home_of_slot), self._rows_of(there)
+        sent = (there.num_sent, self._sent_rows)
         with self.rounds.waiting():
-            self._publish_rows(opening, x, there.num_sent, begins=True)
-            return self._pull(there, opening, None)
+            launch_move_rows(self.rounds.board, opening, moves, there.row_of_slot, there.padding, rows, *sent)
+        return rows
 
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
         self._count_other(0)
-        own, table = self.workspace.own["shares"], self.workspace.table["shares"]
-        home = there.home_of_slot
-        shares = Shares(own, table, there.row_of_slot, home, self._sent_rows, self.plan.chunk_len)
-        out, board = new_rows(home.shape[0], rows), self.rounds.board
+        routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
+        out, board = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board
         give, take = self.plan.give, self.plan.take
         with self.rounds.waiting():
             if self.spec.reduction == "fast":
                 by_row = None if weights is None else weights.of_rows
                 if self._inbox is not None and self.plan.small:
-                    routes = (there.row_of_slot, home, self._sent_rows)
                     launch_combine_small(board, opening, self._inbox, rows, by_row, *routes, out)
                     return out
-                launch_combine(board, opening, shares, rows, by_row, out, give, take)
+                launch_combine(board, opening, self._staging, routes, rows, by_row, out, give, take)
                 return out
             by_slot = None if weights is None else weights.of_slots
             sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             for slot in range(self.spec.top_k):
-                launch_combine_slot(board, opening, shares, rows, by_slot, slot, sums, out, give, take)
+                launch_combine_slot(board, opening, self._staging, routes, rows, by_slot, slot, sums, out, give, take)
         return out
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
@@ -197,7 +195,7 @@ class SymmetricTransport(Transport):
         """A round of its own: what all ranks tell is a number of tokens like any other."""
         board, opening = self.rounds.board, self.rounds.last_opening
         with self.rounds.waiting():
-            launch_wait(board, READ, opening.digest, buffer=ROWS)
+            launch_wait(board, READ, opening.digest, buffer=STAGING)
             launch_tell(board, ROUTED, opening.digest, num_tokens=value)
             launch_wait(board, ROUTED, opening.digest)
             values = board.signals[TOKENS : TOKENS + 2, :].tolist()
@@ -208,16 +206,9 @@ class SymmetricTransport(Transport):
         return int(max(values[number % 2]))
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor:
-        self.rounds.look()
-        try:
-            with self.rounds.waiting():
-                launch_wait(self.rounds.board, READ, _OF_NO_CALL, buffer=ROWS)
-        except TransportFault as fault:
-            blamed = self._readers() if fault.expired else ()
-            raise TransportFault(str(fault), blamed, expired=fault.expired) from fault
-        shelf, self._has_lent = self.workspace.own["rows"], True
-        increment_version(shelf)  # what autograd has saved of an earlier view is about to be overwritten
-        return shelf[:num_tokens].detach()
+        buffer = self.workspace.own["input"]
+        increment_version(buffer)  # what autograd has saved of an earlier view is about to be overwritten
+        return buffer[:num_tokens].detach()
 
     def look(self) -> None:
         self.rounds.look()
@@ -233,7 +224,7 @@ class SymmetricTransport(Transport):
         self.rounds.leave()
 
     def bytes_sent(self) -> tuple[int, int]:
-        """Rows are those that other ranks pull; headers, routing and scalars count as if every other rank read all."""
+        """Rows are those that other ranks get; headers, routing and scalars count as if every other rank got all."""
         rows = int(self._sent_rows) * self.spec.hidden_dim * self.spec.dtype.itemsize
         return rows + self._sent_other_bytes, rows
 
@@ -243,6 +234,7 @@ class SymmetricTransport(Transport):
     def close(self) -> None:
         self.rounds.close()
         self._inbox = None  # it shows the workspace
+        del self._staging
         self.workspace.close()
 
     # -- parts of them -----------------------------------------------------------------------------------------------
@@ -291,18 +283,28 @@ class SymmetricTransport(Transport):
         told = facts.num_tokens_per_rank if facts.num_tokens_per_rank >= 0 else facts.num_tokens
         return self.spec.num_max_tokens_per_rank if told < 0 else told
 
+    def _moves(self, x: torch.Tensor, home_of_slot: torch.Tensor) -> Moves:
+        return Moves(x, home_of_slot, self._staging, self.plan.push, self.plan.spread, self.spec.expert_alignment > 1)
+
+    def _rows_of(self, layout: SymmetricLayout) -> torch.Tensor:
+        return new_rows(layout.extent.shape[0], self._staging.own[0])
+
     def _arrange(
-        self, opening: Opening, routed: Routed, x: torch.Tensor, num_sent: torch.Tensor, num_rows: int | None
-    ) -> tuple[Groups, torch.Tensor | None]:
-        """Lay out rows and arrange what all ranks have sent; on a GPU both at once."""
-        board, plan, spec = self.rounds.board, self.plan, self.spec
-        meanwhile = None
-        if board.fused:
-            meanwhile = RowsToPublish(self._to_copy(x), self.workspace.own["rows"], plan.chunk_len, plan.copy)
-        else:
-            self._publish_rows(opening, x, num_sent, begins=False)
-        size = (spec.expert_alignment, spec.num_local_experts, num_rows, plan.arrangers)
-        return launch_arrange(board, opening.digest, routed, *size, meanwhile)
+        self, opening: Opening, routed: Routed, moves: Moves, num_rows: int | None
+    ) -> tuple[Groups, torch.Tensor, torch.Tensor]:
+        """Arrange what all ranks have sent, with the scores of its rows, and the rows; on a GPU those are moved too."""
+        board, spec, programs = self.rounds.board, self.spec, self.plan.arrangers
+        rows = None if num_rows is None else new_rows(num_rows, self._staging.own[0])
+        moving = Moving(moves, rows) if board.fused and rows is not None else None
+        size = (spec.expert_alignment, spec.num_local_experts, num_rows, programs)
+        groups, row_scores = launch_arrange(board, opening.digest, routed, *size, moving)
+        if rows is None or row_scores is None:
+            num_rows = self._await_counts(groups, opening)
+            rows = new_rows(num_rows, self._staging.own[0])
+            moving = Moving(moves, rows) if board.fused else None
+            size_known = (spec.expert_alignment, num_rows, programs)
+            row_scores = launch_place(board, opening.digest, routed, groups, *size_known, moving)
+        return groups, row_scores, rows
 
     def _await_counts(self, groups: Groups, opening: Opening) -> int:
         """Rows to make room for; the one host synchronisation."""
@@ -314,41 +316,6 @@ class SymmetricTransport(Transport):
             launch_tell(self.rounds.board, READ, opening.digest)  # refused by all ranks alike: the next call may come
             refuse_bad_ids(num_bad, self.spec.num_experts)
         return int(num_rows)
-
-    def _place(self, opening: Opening, routed: Routed, groups: Groups, num_rows: int) -> torch.Tensor:
-        board, plan = self.rounds.board, self.plan
-        return launch_place(board, opening.digest, routed, groups, self.spec.expert_alignment, num_rows, plan.arrangers)
-
-    def _publish_rows(self, opening: Opening, x: torch.Tensor, num_sent: torch.Tensor, *, begins: bool) -> None:
-        shelf, plan, rows = self.workspace.own["rows"], self.plan, self._to_copy(x)
-        launch_publish_rows(
-            self.rounds.board, opening, rows, shelf, num_sent, self._sent_rows, plan.chunk_len, plan.copy, begins=begins
-        )
-
-    def _to_copy(self, x: torch.Tensor) -> torch.Tensor:
-        """What of `x` is not yet where peers read it: nothing of a view that was lent; its chunks are told at once."""
-        if x.data_ptr() in self._shelf_at:
-            if x.data_ptr() == self._shelf_at.start and x.is_contiguous():
-                return x[:0]
-            x = x.clone(memory_format=torch.contiguous_format)  # it would be overwritten while it is read
-        if self._has_lent:
-            increment_version(self.workspace.own["rows"])
-        return x
-
-    def _readers(self) -> list[int]:
-        """Ranks that have not read yet what lies in `rows`; on a CPU."""
-        board = self.rounds.board
-        return (board.signals[READ] >> ROUND_SHIFT < board.state[ROWS]).nonzero().flatten().tolist()
-
-    def _pull(self, layout: SymmetricLayout, opening: Opening, row_scores: torch.Tensor | None) -> torch.Tensor:
-        """Rows `[R, D]` along a layout, from what all ranks publish; the end of their round."""
-        rows = new_rows(layout.extent.shape[0], self.workspace.own["rows"])
-        launch_pull_rows(
-            self.rounds.board, opening.digest, self.workspace.table["rows"], layout.row_of_slot, layout.padding,
-            rows, row_scores, self.plan.chunk_len, self.plan.pull, padded=self.spec.expert_alignment > 1,
-            bulk_blocks=self.plan.bulk_blocks,
-        )  # fmt: skip
-        return rows
 
     def _count_other(self, num_bytes: int) -> None:
         self._sent_other_bytes += (self.spec.ep_size - 1) * num_bytes

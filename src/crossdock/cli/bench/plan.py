@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from crossdock.errors import ConfigError
 from crossdock.types import Reduction
 
 from ..paths import why_not_written
+from ..torchrun import num_ranks_here, ranks_of_torchrun
 from .sizes import Job, Options, jobs_of
 
 _REPEATS = {"cuda": 20, "cpu": 10}
@@ -105,25 +105,14 @@ def place_of(device: str, ranks: int | None) -> Place:
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu or cuda, got {device!r}")
-    num_gpus, by_torchrun = torch.cuda.device_count(), _world_size_of_torchrun()
-    if by_torchrun is not None and ranks not in (None, by_torchrun):
-        raise ConfigError(f"--ranks {ranks} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
+    num_gpus, by_torchrun = torch.cuda.device_count(), ranks_of_torchrun(ranks)
     on_gpus = device == "cuda" or (device == "auto" and num_gpus > 0)
     num_ranks = by_torchrun or (ranks if ranks is not None else num_gpus if on_gpus else 2)
     if num_ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, got {num_ranks}")
-    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if by_torchrun else num_ranks
+    on_this_host = num_ranks_here(num_ranks) if by_torchrun else num_ranks
     if on_gpus and num_gpus < on_this_host:
         if device == "cuda":
             raise ConfigError(f"--device cuda needs {on_this_host} CUDA devices on this host, torch sees {num_gpus}")
         on_gpus = False
     return Place("cuda" if on_gpus else "cpu", num_ranks, by_torchrun is not None)
-
-
-def _world_size_of_torchrun() -> int | None:
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return None
-    text = os.environ["WORLD_SIZE"]
-    if not text.isdecimal():
-        raise ConfigError(f"the environment variable WORLD_SIZE must be a number of ranks, got {text!r}")
-    return int(text)

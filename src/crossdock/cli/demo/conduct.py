@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..torchrun import world_size_of_torchrun
 from . import report
 from .claims import Claim
-from .launch import Ranks, num_torchrun_ranks, started_ranks, torchrun_ranks
+from .launch import Ranks, started_ranks, torchrun_ranks
 from .prove_ragged import prove_ragged
 from .prove_sharded import TENSOR_PARALLEL, prove_sharded
 from .prove_split import prove_split
@@ -31,7 +32,7 @@ def conduct(job: Job, num_ranks: int, copy_report_to: Path | None) -> bool:
     """Run all of it; True if every claim held. Under torchrun every rank calls it, and rank 0 tells."""
     start = time.perf_counter()
     console = Console(highlight=False)
-    with torchrun_ranks() if num_torchrun_ranks() is not None else started_ranks(num_ranks) as ranks:
+    with torchrun_ranks() if world_size_of_torchrun() is not None else started_ranks(num_ranks) as ranks:
         console.quiet = not ranks.leads
         report.introduce(console, job, num_ranks)
         trained = ranks.run(train, job)

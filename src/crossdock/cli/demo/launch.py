@@ -15,6 +15,7 @@ import torch.distributed as dist
 from crossdock.errors import ConfigError
 from crossdock.testing import RankPool
 
+from ..torchrun import ranks_of_torchrun
 from .settings import TIMEOUT_S
 
 Result = TypeVar("Result")
@@ -60,11 +61,6 @@ class TorchrunRanks:
     def run(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Run `fn(rank, *args)` here, as every other rank does."""
         return fn(self._rank, *args)
-
-
-def num_torchrun_ranks() -> int | None:
-    """The world's size under torchrun (or a launcher that sets the same variables), else None."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
 @contextmanager
@@ -113,11 +109,9 @@ def choose_num_ranks(asked: int | None, num_experts: int) -> int:
     Raises:
         ConfigError: a number that cannot work, in a sentence that says which could.
     """
-    by_torchrun, num_gpus = num_torchrun_ranks(), torch.cuda.device_count()
+    by_torchrun, num_gpus = ranks_of_torchrun(asked), torch.cuda.device_count()
     possible = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
     if by_torchrun is not None:
-        if asked not in (None, by_torchrun):
-            raise ConfigError(f"--ranks {asked} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
         asked, named = by_torchrun, f"torchrun's {by_torchrun} ranks"
     elif asked is None:
         return max(n for n in possible if n <= num_gpus) if num_gpus else 2

@@ -18,7 +18,8 @@ def verify(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="With --device cuda: ranks may share a GPU, by turns; not with NCCL.")
+        bool,
+        typer.Option("--share-gpus", help="With --device cuda: ranks share a GPU, by turns, if the backend lets them."),
     ] = False,
     jobs: Annotated[
         int,

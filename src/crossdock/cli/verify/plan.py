@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from crossdock.errors import ConfigError
 from crossdock.testing import Cell, conformance_cells, traits_of
 
 from ..paths import why_not_written
+from ..torchrun import num_ranks_here, ranks_of_torchrun
 
 IN_THREADS = ("local", "loopback")
 
@@ -98,12 +98,9 @@ def make_plan(
 
 
 def _num_ranks(backend: str, asked: int | None) -> tuple[int, bool]:
-    by_torchrun = _world_size_of_torchrun()
-    if by_torchrun is not None:
-        if asked not in (None, by_torchrun):
-            raise ConfigError(f"--ranks {asked} differs from torchrun's {by_torchrun} ranks: leave --ranks out")
-        if backend in IN_THREADS:
-            raise ConfigError(f"the ranks of backend {backend!r} are threads of one process: run it without torchrun")
+    by_torchrun = ranks_of_torchrun(asked)
+    if by_torchrun is not None and backend in IN_THREADS:
+        raise ConfigError(f"the ranks of backend {backend!r} are threads of one process: run it without torchrun")
     default = 1 if backend == "local" else 2
     num_ranks = by_torchrun if by_torchrun is not None else default if asked is None else asked
     if num_ranks < 1:
@@ -113,21 +110,9 @@ def _num_ranks(backend: str, asked: int | None) -> tuple[int, bool]:
     return num_ranks, by_torchrun is not None
 
 
-def _world_size_of_torchrun() -> int | None:
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return None
-    text = os.environ["WORLD_SIZE"]
-    if not text.isdecimal():
-        raise ConfigError(f"the environment variable WORLD_SIZE must be a number of ranks, got {text!r}")
-    return int(text)
-
-
 def _num_ranks_here(backend: str, num_ranks: int) -> int:
     """Devices that the ranks of this host need: one each, or one for all threads."""
-    if backend in IN_THREADS:
-        return 1
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(local) if local.isdecimal() else num_ranks
+    return 1 if backend in IN_THREADS else num_ranks_here(num_ranks)
 
 
 def _device_type(backend: str, device: str, share_gpus: bool, num_ranks: int, traits: BackendTraits) -> str:
@@ -135,10 +120,10 @@ def _device_type(backend: str, device: str, share_gpus: bool, num_ranks: int, tr
         raise ConfigError(f"--device must be auto, cpu or cuda, got {device!r}")
     num_gpus, on_this_host = torch.cuda.device_count(), _num_ranks_here(backend, num_ranks)
     if share_gpus:
-        if device != "cuda" or backend in ("all_to_all", *IN_THREADS):
+        if device != "cuda" or not traits.ranks_share_gpus:
             raise ConfigError(
-                "--share-gpus goes with --device cuda and a backend whose ranks may share a GPU, such as symmetric;"
-                f" got --device {device} and --backend {backend}"
+                "--share-gpus goes with --device cuda and a backend that has the trait ranks_share_gpus; got"
+                f" --device {device} and --backend {backend}"
             )
         on_this_host = 1
     if device == "cuda" and num_gpus < on_this_host:

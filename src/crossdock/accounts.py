@@ -1,0 +1,144 @@
+"""What a dispatcher's dispatches asked for and got, under which policy, and who is told of it.
+
+The ledger writes down (`ledger.py`). This is where it is opened, once it is known where the rows live, and where what
+it has counted becomes an error, a warning, or news for a guard.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .backends.base import Received, TransportSpec
+from .group.fingerprint import CallFacts
+from .inputs import refuse_late
+from .ledger import DeviceLedger, Drop, Entry, HostLedger, open_ledger
+from .row_capacity import tokens_of_call, what_to_change
+from .types import DispatcherConfig, LayerStats, OnOverflow
+
+
+class Guard(Protocol):
+    """What keeps truncated steps from being applied (see `overflow/`)."""
+
+    def num_skipped(self) -> int:
+        """Steps that it did not apply; waits for the device."""
+
+
+class Accounts:
+    """Of one dispatcher.
+
+    Attributes:
+        guard: who keeps truncated steps from being applied, held weakly.
+    """
+
+    def __init__(self, config: DispatcherConfig, spec: TransportSpec, device: torch.device | None) -> None:
+        self._config, self._spec = config, spec
+        self.guard: weakref.ref[Guard] | None = None
+        self._policies: dict[str, OnOverflow] = {}  # of layers with one of their own
+        self._told = (0, 0, 0)  # of the ledger's troubles
+        self._may_skip, self._has_warned = config.on_overflow == "skip_step", False
+        self._ledger = None if device is None else self._open(device)
+
+    @property
+    def ledger(self) -> HostLedger | DeviceLedger:
+        """What its dispatches asked for and got."""
+        if self._ledger is None:  # any device will do, and nothing has come yet
+            self._ledger = self._open(torch.device("cpu"))
+        return self._ledger
+
+    def set_policy(self, layer: str, on_overflow: OnOverflow) -> None:
+        """Give a layer an `on_overflow` of its own."""
+        self._policies[layer] = on_overflow
+        self._may_skip |= on_overflow == "skip_step"
+
+    def enter(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
+        """Write a dispatch of `x [T, hidden_dim]` down; `[1]` int64: the end of its last expert's rows."""
+        if self._ledger is None:  # alone: the first dispatch says where the rows live
+            self._ledger = self._open(x.device)
+        wanted, bad_ids = received.demand
+        kept, ends = received.tokens_per_expert, received.expert_offsets
+        bound = int(tokens_of_call(self._config, x.shape[0], facts.num_tokens_per_rank))
+        policy = self._policies.get(facts.layer, self._config.on_overflow)
+        rows_end = self._ledger.enter(
+            Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids, max(bound, 1), policy)
+        )
+        if self._config.distinct_experts:
+            self._ledger.note_repeats(expert_ids)
+        return rows_end
+
+    def forget_fill(self, layer: str) -> None:
+        """A layer's capacity has changed."""
+        if self._ledger is not None:
+            self._ledger.forget_fill(layer)
+
+    def take(self, device: torch.device) -> Tensor:
+        """`Ledger.take`; of a dispatcher that has no ledger yet on `device`, with nothing in it."""
+        return torch.zeros(1, dtype=torch.int64, device=device) if self._ledger is None else self._ledger.take()
+
+    def look(self) -> str | None:
+        """Look at what has been told since the last time; does not wait.
+
+        Returns:
+            Why to give up, in words, where rows were dropped under `on_overflow="raise"`.
+
+        Raises:
+            InvalidInput: ids that only the device could see.
+        """
+        ledger = self._ledger
+        if ledger is None:
+            return None
+        unwatched, news = self._unwatched(ledger), ledger.told()
+        if news != self._told and not ledger.is_capturing():
+            before, self._told = self._told, news
+            if news[0] > before[0]:
+                return self._overflow(ledger)
+            refuse_late(news[1] - before[1], news[2] - before[2], self._config.num_experts)
+        if unwatched is not None:
+            self._has_warned = True
+            warnings.warn(_advice(unwatched, self._spec.rank), stacklevel=2)
+        return None
+
+    def of_layers(self) -> dict[str, LayerStats]:
+        """Every layer's account; waits for the device."""
+        return {} if self._ledger is None else self._ledger.stats()
+
+    def num_skipped(self) -> int:
+        """Steps that the guard did not apply; waits for the device."""
+        guard = self._living_guard()
+        return 0 if guard is None else guard.num_skipped()
+
+    def _unwatched(self, ledger: HostLedger | DeviceLedger) -> Drop | None:
+        """A layer that drops rows where a guard should skip the step, and there is none; the first time only."""
+        if not self._may_skip or self._has_warned or self._living_guard() is not None:
+            return None
+        return ledger.drop()
+
+    def _living_guard(self) -> Guard | None:
+        return None if self.guard is None else self.guard()
+
+    def _overflow(self, ledger: HostLedger | DeviceLedger) -> str:
+        trouble = ledger.trouble()
+        applied = "there is no guard, so a step may have been applied"
+        if self._living_guard() is not None:
+            applied = "the guard applies no step that lacks rows"
+        return (
+            f"layer {trouble.layer!r} on rank {self._spec.rank}: a dispatch asked for {trouble.demand} rows, and"
+            f" row_capacity {self._config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
+            f" {what_to_change(self._config, trouble.demand, trouble.capacity)}; {applied}"
+        )
+
+    def _open(self, device: torch.device) -> HostLedger | DeviceLedger:
+        return open_ledger(self._config.expert_alignment, self._spec.num_local_experts, device)
+
+
+def _advice(drop: Drop, rank: int) -> str:
+    return (
+        f"layer {drop.layer!r} on rank {rank} has dropped {drop.num_dropped} of {drop.num_wanted} rows, and no"
+        " OverflowGuard watches its dispatcher: without one on_overflow='skip_step' skips no step, it only counts. Make"
+        " an OverflowGuard(dispatcher, optimizer) and call its step() in the place of optimizer.step(), or set"
+        " on_overflow='drop' if dropping is meant"
+    )

@@ -1,0 +1,167 @@
+"""Whether the ranks of a group reach one another: tried out, with a dispatcher of a usual size on every backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import crossdock
+from crossdock.errors import ConfigError, CrossdockError, PeerTimeout
+from crossdock.testing import RankPool, RanksFailed, take_device
+
+from .finding import Finding
+from .torchrun import num_ranks_here, ranks_of_torchrun
+
+_TIMEOUT_S = 20.0  # of one wait
+_MOST_S = 180.0
+
+
+class Refusal(NamedTuple):
+    """Why a backend cannot serve; `is_echo` if another rank's refusal is why, `is_tried` if it was opened in vain."""
+
+    is_echo: bool
+    is_tried: bool
+    reason: str
+
+
+class Facts(NamedTuple):
+    """What one rank has found out.
+
+    Attributes:
+        host: its name, and which boot of it this is.
+        device: where its rows live.
+        store_ms: how long the rendezvous store takes to answer.
+        cut_off: ranks of this host whose GPU cannot be reached from this one's.
+        refused: why a dispatcher cannot be opened, by backend; None where it was.
+        bytes_by_backend: storage for communication of those that were opened.
+    """
+
+    host: str
+    device: str
+    store_ms: float
+    cut_off: list[int]
+    refused: dict[str, Refusal | None]
+    bytes_by_backend: dict[str, int]
+
+
+def look_at_ranks(asked: int | None) -> list[Finding] | None:
+    """Start `asked` ranks, or take those of torchrun, and let them find out; None on ranks that do not report.
+
+    Raises:
+        ConfigError: a number of ranks that cannot work.
+    """
+    by_torchrun = ranks_of_torchrun(asked)
+    num_ranks = by_torchrun if by_torchrun is not None else asked
+    if num_ranks is None:
+        return []
+    if num_ranks < 2:
+        raise ConfigError(f"--ranks must be at least 2, got {num_ranks}")
+    device_type = "cuda" if torch.cuda.device_count() >= num_ranks_here(num_ranks) else "cpu"
+    try:
+        if by_torchrun is None:
+            with RankPool(num_ranks, backend="gloo", device_type=device_type) as pool:
+                facts = pool.run(_find_out, device_type, timeout_s=_MOST_S)
+        else:
+            facts = _of_torchrun(device_type)
+    except RanksFailed as failure:
+        first, *_, last = str(failure).strip().splitlines()
+        return [Finding("ranks", "all", "broken", f"{first}: {last}")]
+    return list(findings_of(facts)) if facts else None
+
+
+def _of_torchrun(device_type: str) -> list[Facts]:
+    """All ranks' facts on rank 0, nothing on the others."""
+    if device_type == "cuda":
+        take_device(int(os.environ.get("LOCAL_RANK", "0")), num_ranks_here(int(os.environ["WORLD_SIZE"])))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_MOST_S))
+    try:
+        facts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(facts, _find_out(dist.get_rank(), device_type))
+        return facts if dist.get_rank() == 0 else []
+    finally:
+        dist.destroy_process_group()
+
+
+def _find_out(rank: int, device_type: str) -> Facts:
+    """Collective over the default group."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (host, device.index))
+    refused, bytes_by_backend = _open_each(device)
+    cut_off = [
+        peer
+        for peer, (there, index) in enumerate(places)
+        if there == host
+        and index not in (None, device.index)
+        and not torch.cuda.can_device_access_peer(device, torch.device("cuda", index))
+    ]
+    return Facts(host, str(device), _time_store(rank), cut_off, refused, bytes_by_backend)
+
+
+def _time_store(rank: int) -> float:
+    store = dist.distributed_c10d._get_default_store()
+    start = time.monotonic()
+    store.set(f"doctor/{rank}", "here")
+    store.get(f"doctor/{rank}")
+    return (time.monotonic() - start) * 1e3
+
+
+def _open_each(device: torch.device) -> tuple[dict[str, Refusal | None], dict[str, int]]:
+    config = crossdock.DispatcherConfig(
+        num_experts=8 * dist.get_world_size(),
+        top_k=8,
+        hidden_dim=2048,
+        dtype=torch.bfloat16,
+        num_max_tokens_per_rank=4096,
+        timeout_s=_TIMEOUT_S,
+    )
+    refused: dict[str, Refusal | None] = {}
+    bytes_by_backend = {}
+    for candidate in crossdock.explain(config, device=device).candidates:
+        refused[candidate.name] = None if candidate.why_not is None else Refusal(False, False, candidate.why_not)
+        if candidate.why_not is None:
+            try:
+                with crossdock.TokenDispatcher(config, None, candidate.name, device=device) as dispatcher:
+                    bytes_by_backend[candidate.name] = dispatcher.workspace_bytes
+            except (CrossdockError, OSError, RuntimeError) as error:
+                refused[candidate.name] = Refusal(isinstance(error, PeerTimeout), True, str(error))
+    return refused, bytes_by_backend
+
+
+def findings_of(facts: list[Facts]) -> Iterator[Finding]:
+    """What that of all ranks comes to, by rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        ranks_of.setdefault(each.host, []).append(rank)
+    where = ", ".join(f"ranks {ranks} on {host.partition(' ')[0]}" for host, ranks in ranks_of.items())
+    yield Finding("ranks", "one host", "ok" if len(ranks_of) == 1 else "absent", where)
+    slowest = max(each.store_ms for each in facts)
+    yield Finding("ranks", "store", "ok", f"answers every rank, the slowest in {slowest:.1f} ms")
+    if all(each.device != "cpu" for each in facts):
+        pairs = [f"{rank} to {peer}" for rank, each in enumerate(facts) for peer in each.cut_off]
+        told = f"not from rank {', '.join(pairs)}" if pairs else "between every pair of ranks on a host"
+        yield Finding("ranks", "peer access", "absent" if pairs else "ok", told)
+    yield from _of_backends(facts)
+
+
+def _of_backends(facts: list[Facts]) -> Iterator[Finding]:
+    for name in facts[0].refused:
+        refusals = [(refusal, rank) for rank, each in enumerate(facts) if (refusal := each.refused[name]) is not None]
+        if not refusals:
+            opened = (
+                f"opened on {len(facts)} ranks, {facts[0].bytes_by_backend[name] / 2**20:.0f} MiB of storage a rank"
+            )
+            yield Finding("ranks", name, "ok", opened)
+            continue
+        refusal, rank = min(refusals, key=lambda each: (each[0].is_echo, each[1]))
+        yield Finding("ranks", name, "broken" if refusal.is_tried else "absent", f"on rank {rank}: {refusal.reason}")

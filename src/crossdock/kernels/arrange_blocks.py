@@ -1,0 +1,112 @@
+"""Steps of arranging, each over a block of tokens or over all experts of a rank; `arrange.py` tells how they follow.
+
+Two slots a token, two experts here, a block of two tokens with ids `[[0, 1], [0, -1]]`: the slots stand behind 0, 0 and
+1 others of their expert in the block, and the block counts 2 and 1.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .signal import wide
+
+
+def count_block(
+    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens, first_expert,
+    TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Place the slots of one block of tokens among those of their experts in it, and count them."""
+    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
+    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
+    ids_at = ids_ptr + wide(from_rank) * max_tokens * TOP_K
+    named = (token < num_tokens) & (slot < TOP_K)
+    expert = tl.load(ids_at + token * TOP_K + slot, mask=named, other=-1) - first_expert
+    here = named & (expert >= 0) & (expert < NUM_LOCAL)
+    expert = tl.where(here, expert, -1)
+    counts = counts_ptr + wide(tile) * NUM_LOCAL
+    local = tl.arange(0, LOCAL_BLOCK)
+    tl.store(counts + local, 0, mask=local < NUM_LOCAL)
+    earlier = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
+    for start in tl.static_range(0, BLOCK * TOP_K_BLOCK, OTHERS):  # unrolled, so that all is loaded at once
+        other = start + tl.arange(0, OTHERS)
+        other_token, other_slot = block * BLOCK + other // TOP_K_BLOCK, other % TOP_K_BLOCK
+        other_named = (other_token < num_tokens) & (other_slot < TOP_K)
+        other_id = tl.load(ids_at + other_token * TOP_K + other_slot, mask=other_named, other=-1) - first_expert
+        same = (expert[:, None] == other_id[None, :]) & (other[None, :] < flat[:, None])
+        earlier += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
+    at = (wide(from_rank) * bound + token) * TOP_K + slot
+    tl.store(row_of_slot_ptr + at, tl.where(here, earlier, -1), mask=(token < bound) & (slot < TOP_K))
+    tl.debug_barrier()
+    tl.atomic_add(counts + expert, 1, mask=here, sem="relaxed", scope="gpu")
+
+
+def count_before(counts_ptr, tile, num_tiles, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Slots by expert in the blocks before `tile`, and in all: counts 1, 0, 0, 1 are 1 before tile 3, and 2."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    before = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    total = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    for start in range(0, num_tiles, TILES):
+        other = start + tl.arange(0, TILES)
+        known = (other < num_tiles)[:, None] & (local < NUM_LOCAL)[None, :]
+        at = counts_ptr + other[:, None].to(tl.int64) * NUM_LOCAL + local[None, :]
+        count = tl.load(at, mask=known, other=0)
+        total += count
+        before += tl.where((other < tile)[:, None], count, 0)
+    return tl.reduce(before, 0, tl.standard._sum_combine), tl.reduce(total, 0, tl.standard._sum_combine)
+
+
+def fit_groups(wanted, capacity, ALIGNMENT: tl.constexpr):
+    """Padded groups one after the other, cut off at the capacity: starts, kept, ends, and the rows of all.
+
+    Wanted 0, 1, 9 with alignment 8 end at 0, 8, 24; with a capacity of 16 they end at 0, 8, 16 and keep 0, 1, 8.
+    """
+    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
+    start = end - padded
+    room = tl.where(capacity > start, capacity - start, 0)
+    kept = tl.where(wanted < room, wanted, room)
+    start = tl.where(start < capacity, start, capacity)
+    return start, kept, tl.where(end < capacity, end, capacity), tl.reduce(padded, 0, tl.standard._sum_combine)
+
+
+def report_groups(
+    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start, kept, end, num_rows,
+    NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what the caller is told of the groups, and of what every rank brings (`told_ptr [EP]`)."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    known = local < NUM_LOCAL
+    tl.store(wanted_ptr + local, wanted.to(tl.int64), mask=known)
+    tl.store(padding_ptr + local, (start + kept).to(tl.int64), mask=known)
+    tl.store(padding_ptr + NUM_LOCAL + local, end.to(tl.int64), mask=known)
+    tl.store(kept_ptr + local, kept.to(tl.int64), mask=known)
+    tl.store(ends_ptr + local, end, mask=known)
+    tl.store(report_ptr, num_rows.to(tl.int64))
+    peer = tl.arange(0, EP_BLOCK)
+    brought = tl.load(told_ptr + peer, mask=peer < EP_SIZE, other=0)
+    tl.store(report_ptr + 1 + peer, brought & 0xFFFFFFFF, mask=peer < EP_SIZE)
+    tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
+
+
+def place_block(
+    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row_ptr, from_rank, block, bound, max_tokens,
+    first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of one block of tokens: `next_row_ptr [2, e]` has each expert's next row, and how many still fit."""
+    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
+    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
+    at = (wide(from_rank) * bound + token) * TOP_K + slot
+    earlier = tl.load(row_of_slot_ptr + at, mask=(token < bound) & (slot < TOP_K), other=-1)
+    here = earlier >= 0
+    source = wide(from_rank) * max_tokens * TOP_K + token * TOP_K + slot
+    score = tl.load(scores_ptr + source, mask=here, other=0.0)
+    expert = tl.load(ids_ptr + source, mask=here, other=0) - first_expert
+    expert = tl.where(here, expert, 0)
+    row = tl.load(next_row_ptr + expert, mask=here, other=0) + earlier
+    fits = here & (earlier < tl.load(next_row_ptr + NUM_LOCAL + expert, mask=here, other=0))
+    tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2), mask=here)
+    tl.store(row_scores_ptr + row, score, mask=fits)
+
+
+ARRANGING = (count_block, count_before, fit_groups, report_groups, place_block)
