@@ -34,7 +34,7 @@ INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo 'make demo        train a small mixture-of-experts on two ranks of this machine, and prove what came out (1 to 2 min)'
-	@echo 'make test        lint, type check and the CPU test suite, pairs of workload values: what CI runs (about 12 min on two cores)'
+	@echo 'make test        lint, type check and the CPU test suite, pairs of workload values: what CI runs (about 8 min on two cores)'
 	@echo 'make test-full   the same over the whole workload grid'
 	@echo 'make test-gpu    the tests that need CUDA devices'
 	@echo 'make lint        ruff and mypy; make format: let ruff rewrite the sources'
