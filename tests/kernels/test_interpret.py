@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from triton.runtime import interpreter
 
 from crossdock.kernels import interpret
 from crossdock.kernels.launch import launch, wrapped
+from crossdock.kernels.signal import SIGNALLING
 
 CPU = torch.device("cpu")
 
@@ -119,3 +123,23 @@ def test_arguments_are_checked():
         launch(failing_kernel, (1,), CPU, torch.zeros(4))
     with pytest.raises(TypeError, match="arguments"):
         launch(failing_kernel, (1,), CPU, torch.zeros(4), 4, 4)
+
+
+def test_threads_may_build_kernels_at_the_same_time():
+    """Python 3.11 mistakes the depth of one thread's syntax tree for that of another's, where it may."""
+
+    def build(_: int) -> int:
+        return sum(callable(interpret._rewritten.__wrapped__(helper)) for helper in SIGNALLING)
+
+    def another_turn(*_: object) -> None:
+        time.sleep(0)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(another_turn)  # threads change where Python code runs while a tree is made
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(build, range(24))) == [len(SIGNALLING)] * 24
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(another_turn)

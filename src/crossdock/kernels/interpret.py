@@ -26,6 +26,7 @@ from triton.runtime import interpreter
 from .rebound import rebound
 
 _interpreting = threading.Lock()  # what is exchanged is everyone's, and so is the place in the grid
+_rewriting = threading.Lock()  # Python 3.11 counts the depth of syntax trees once for all threads that parse
 _INNER_PARTS = (
     "_LangPatchScope",
     "_patch_lang",
@@ -81,8 +82,9 @@ def interpreted(function: Callable[..., Any], names: Mapping[str, Any]) -> Any:
 @cache
 def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
     """As the interpreter writes it anew; what that adds to the globals must not be added to the module's."""
-    rewritten: Callable[..., Any] = interpreter.InterpretedFunction(rebound(function, {})).rewrite()
-    return rewritten
+    with _rewriting:
+        rewritten: Callable[..., Any] = interpreter.InterpretedFunction(rebound(function, {})).rewrite()
+        return rewritten
 
 
 @cache
