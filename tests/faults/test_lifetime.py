@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import crossdock as cd
@@ -129,6 +131,37 @@ def fork_a_worker(rank: int) -> bool:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_that_closes_takes_nothing_along(ranks: Ranks):
     assert ranks(2).run(fork_a_worker) == [True, True]
+
+
+def drop_in_a_worker(rank: int) -> int | None:
+    """How a worker ends that lets go of its copies of a dispatcher and a guard, which its threads did not come to."""
+    dispatcher = cd.TokenDispatcher(pair(), backend="all_to_all")
+    weight = torch.nn.Parameter(torch.ones(1))
+    guard = cd.OverflowGuard(dispatcher, torch.optim.SGD([weight]))
+    step(dispatcher)
+    guard.step()
+    child = os.fork()
+    if child == 0:
+        del dispatcher, guard
+        gc.collect()
+        os._exit(7)
+    deadline, ended = time.monotonic() + 10.0, None
+    while ended is None and time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        ended = os.waitstatus_to_exitcode(status) if pid else None
+        time.sleep(0.01)
+    if ended is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    step(dispatcher)
+    guard.step()
+    dispatcher.close()
+    return ended
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_lets_go_ends(ranks: Ranks):
+    assert ranks(2).run(drop_in_a_worker) == [7, 7]
 
 
 # -- the interpreter's end (B93, B109) --------------------------------------------------------------------------------

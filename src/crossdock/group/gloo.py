@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -15,7 +16,6 @@ from .members import Members
 from .store import within
 
 _CONNECT_MARGIN_S = 1.0
-_held: dict[int, Any] = {}  # until they are closed: a forked child that let go of one would wait for threads it lacks
 
 
 class OwnGloo:
@@ -38,12 +38,12 @@ class OwnGloo:
 
         try:
             self.group: Any = within(timeout_s + _CONNECT_MARGIN_S, connect)
-            _held[id(self)] = self.group
-            weakref.finalize(self, _let_go, id(self), os.getpid())
         except RuntimeError as error:
             raise TransportFault(f"could not connect: {first_line(error)}") from error
         except TimeoutError as error:
             raise TransportFault(f"could not connect within {timeout_s:g} s", expired=True) from error
+        self._dropped = weakref.finalize(self, _drop, self.group, os.getpid())
+        self._dropped.atexit = False
 
     def close(self, wait_s: float | None = None) -> None:
         """End it; peers that wait notice. Waits no longer than `wait_s` (None is `timeout_s`) for it to be gone."""
@@ -51,7 +51,7 @@ class OwnGloo:
             return
         # Gloo's destructor waits for an exchange in flight, which may be waiting for a rank that has gone.
         held, self.group = [self.group], None
-        _held.pop(id(self), None)
+        self._dropped.detach()
         ending = threading.Thread(target=held.clear, name="crossdock-gloo-close", daemon=True)
         try:
             ending.start()
@@ -61,9 +61,10 @@ class OwnGloo:
         ending.join(self._timeout_s if wait_s is None else wait_s)
 
 
-def _let_go(key: int, pid: int) -> None:
-    if os.getpid() == pid:
-        _held.pop(key, None)
+def _drop(group: Any, pid: int) -> None:
+    """Nobody holds it any longer. In a forked child it stays: its end would wait for threads that the child lacks."""
+    if os.getpid() != pid:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def first_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ from ...kernels.move import Moves, launch_move_rows, launch_push_rows, launch_sp
 from ...kernels.publish import Opening, Routing, launch_publish_routing
 from ...kernels.push import Staging
 from ...kernels.scalars import Slips, launch_swap_scalars
-from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, digest_of, launch_tell, launch_wait
+from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, launch_tell, launch_wait
 from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
@@ -33,8 +33,6 @@ from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
 from .plan import Plan, serves_small
 from .rounds import Rounds, notes_spec, signals_spec
-
-_OF_NO_CALL = digest_of(())
 
 
 class SymmetricLayout(NamedTuple):
