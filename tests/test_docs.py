@@ -153,12 +153,18 @@ def test_the_backend_table_matches_the_traits(name: str, traits: BackendTraits):
     expected = [
         listed(traits.devices),
         listed(traits.dtypes),
-        listed(traits.row_capacities),
+        _capacities(traits),
         listed(traits.reductions),
         "yes" if traits.multi_node else "no",
         traits.needs,
     ]
     assert table_row(README, f"`{name}`")[2:] == expected
+
+
+def _capacities(traits: BackendTraits) -> str:
+    """The kinds offered anywhere, and on which devices it is `exact` alone."""
+    fewer = [device for device in sorted(traits.devices) if not traits.offers("rows", device)]
+    return listed(traits.row_capacities) + (f" ({', '.join(fewer)}: exact)" if fewer else "")
 
 
 def test_the_backend_table_has_no_other_rows():

@@ -119,7 +119,7 @@ def test_the_bound_of_a_call():
         (cd.RowCapacity.worst_case(0.25), "raise its fraction to at least 0.5 (at 1.0 it never overflows)"),
         (cd.RowCapacity.worst_case(0.75), "raise its fraction to at least 1 (at 1.0 it never overflows)"),
         (cd.RowCapacity.balanced(1.0), "raise its factor to at least 2"),
-        (cd.RowCapacity.calibrated(1.5), "raise its factor to at least 3, or call recalibrate()"),
+        (cd.RowCapacity.calibrated(1.5), "raise its factor to at least 3"),
         (cd.RowCapacity.rows(64), "set row_capacity to rows(n) with n at least 128"),
     ],
     ids=str,

@@ -24,6 +24,10 @@ from .types import DispatcherConfig, LayerStats, OnOverflow
 class Guard(Protocol):
     """What keeps truncated steps from being applied (see `overflow/`)."""
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it was ever asked to end a step."""
+
     def num_skipped(self) -> int:
         """Steps that it did not apply; waits for the device."""
 
@@ -79,8 +83,10 @@ class Accounts:
         """`Ledger.take`; of a dispatcher that has no ledger yet on `device`, with nothing in it."""
         return torch.zeros(1, dtype=torch.int64, device=device) if self._ledger is None else self._ledger.take()
 
-    def look(self) -> str | None:
+    def look(self, *, at_the_end: bool = False) -> str | None:
         """Look at what has been told since the last time; does not wait.
+
+        A guard that has not stepped yet may be about to; `at_the_end` says that it will not.
 
         Returns:
             Why to give up, in words, where rows were dropped under `on_overflow="raise"`.
@@ -91,7 +97,7 @@ class Accounts:
         ledger = self._ledger
         if ledger is None:
             return None
-        unwatched, news = self._unwatched(ledger), ledger.told()
+        unwatched, news = self._unwatched(ledger, at_the_end), ledger.told()
         if news != self._told and not ledger.is_capturing():
             before, self._told = self._told, news
             if news[0] > before[0]:
@@ -99,7 +105,8 @@ class Accounts:
             refuse_late(news[1] - before[1], news[2] - before[2], self._config.num_experts)
         if unwatched is not None:
             self._has_warned = True
-            warnings.warn(_advice(unwatched, self._spec.rank), stacklevel=2)
+            idle = self._living_guard() is not None
+            warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=2)
         return None
 
     def of_layers(self) -> dict[str, LayerStats]:
@@ -111,11 +118,13 @@ class Accounts:
         guard = self._living_guard()
         return 0 if guard is None else guard.num_skipped()
 
-    def _unwatched(self, ledger: HostLedger | DeviceLedger) -> Drop | None:
-        """A layer that drops rows where a guard should skip the step, and there is none; the first time only."""
-        if not self._may_skip or self._has_warned or self._living_guard() is not None:
+    def _unwatched(self, ledger: HostLedger | DeviceLedger, at_the_end: bool) -> Drop | None:
+        """A layer that drops rows where a guard should skip the step, and none does; the first time only."""
+        guard = self._living_guard()
+        if not self._may_skip or self._has_warned or (guard is not None and guard.has_stepped):
             return None
-        return ledger.drop()
+        drop = ledger.drop()
+        return drop if guard is None or at_the_end else None
 
     def _living_guard(self) -> Guard | None:
         return None if self.guard is None else self.guard()
@@ -135,10 +144,17 @@ class Accounts:
         return open_ledger(self._config.expert_alignment, self._spec.num_local_experts, device)
 
 
-def _advice(drop: Drop, rank: int) -> str:
+def _advice(drop: Drop, rank: int, *, guard_is_idle: bool) -> str:
+    layer, dropped, wanted = repr(drop.layer), drop.num_dropped, drop.num_wanted
+    if guard_is_idle:
+        return (
+            f"layer {layer} on rank {rank} has dropped {dropped} of {wanted} rows, and the OverflowGuard that watches"
+            " its dispatcher was never stepped: steps that lack rows may have been applied. Call its step() in the place of"
+            " optimizer.step()"
+        )
     return (
-        f"layer {drop.layer!r} on rank {rank} has dropped {drop.num_dropped} of {drop.num_wanted} rows, and no"
-        " OverflowGuard watches its dispatcher: without one on_overflow='skip_step' skips no step, it only counts. Make"
-        " an OverflowGuard(dispatcher, optimizer) and call its step() in the place of optimizer.step(), or set"
+        f"layer {layer} on rank {rank} has dropped {dropped} of {wanted} rows, and no OverflowGuard watches its"
+        " dispatcher: without one on_overflow='skip_step' skips no step, it only counts. Make an"
+        " OverflowGuard(dispatcher, optimizer) and call its step() in the place of optimizer.step(), or set"
         " on_overflow='drop' if dropping is meant"
     )

@@ -28,7 +28,11 @@ class LayerCalls:
         return decode_name(self._encoded_name)
 
     def recalibrate(self) -> None:
-        """Let this layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
+        """Let this layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike.
+
+        Raises the dispatcher's first fault, which no other size mends.
+        """
+        self._open.session.raise_fault()
         self._open.sizes.forget(self.name)
 
     def dispatch(

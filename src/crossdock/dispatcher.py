@@ -216,7 +216,7 @@ class TokenDispatcher:
             )
         try:
             if self._open.close.alive and self._open.session.fault is None:
-                self._open.look()
+                self._open.look(at_the_end=True)
         finally:
             self._open.close()
 
@@ -248,7 +248,11 @@ class TokenDispatcher:
         return self._open.sizes.calibrate(lambda: step(*args, **kwargs))
 
     def recalibrate(self) -> None:
-        """Let every layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike."""
+        """Let every layer measure its next eager dispatch anew (`row_capacity` calibrated); on all ranks alike.
+
+        Raises the dispatcher's first fault, which no other size mends.
+        """
+        self._open.session.raise_fault()
         self._open.sizes.forget(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:

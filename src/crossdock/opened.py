@@ -178,9 +178,9 @@ class OpenDispatcher:
         self.touch()
         self.session.probe(self.transport.look)
 
-    def look(self) -> None:
-        """`touch` without the first fault."""
-        overflow = self.accounts.look()
+    def look(self, *, at_the_end: bool = False) -> None:
+        """`touch` without the first fault; see `Accounts.look`."""
+        overflow = self.accounts.look(at_the_end=at_the_end)
         if overflow is not None:
             self.session.break_off(overflow)
             self.transport.abandon()

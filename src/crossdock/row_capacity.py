@@ -119,8 +119,7 @@ def what_to_change(config: DispatcherConfig, demand: int, capacity: int) -> str:
     needed = math.ceil(value * demand / capacity * 100) / 100
     if kind == "worst_case":
         return f"raise its fraction to at least {min(needed, 1.0):g} (at 1.0 it never overflows)"
-    again = ", or call recalibrate()" if kind == "calibrated" else ""
-    return f"raise its factor to at least {needed:g}{again}"
+    return f"raise its factor to at least {needed:g}"
 
 
 def _factor_of(config: DispatcherConfig) -> Fraction:

@@ -22,13 +22,15 @@ _MISHAPS = (AssertionError, AttributeError, ImportError, LookupError, OSError, R
 class Candidate:
     """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere.
 
-    `how` says in words how it would share the work out here; empty where it has nothing to tell.
+    `how` says in words how it would share the work out here; empty where it has nothing to tell. Where it can serve,
+    `by_name_only` says that "auto" never takes it here.
     """
 
     name: str
     why_not: str | None
     traits: BackendTraits
     how: str = ""
+    by_name_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Explanation:
         if candidate.why_not is not None:
             return f"cannot serve: {candidate.why_not}"
         word = "chosen" if candidate.name == self.chosen else "usable"
+        word += " by name only" if candidate.by_name_only else ""
         return f"{word}: {candidate.how}" if candidate.how else word
 
 
@@ -160,6 +163,7 @@ def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, kn
     def described(candidate: Candidate) -> Candidate:
         if candidate.why_not is not None:
             return candidate
+        candidate = replace(candidate, by_name_only=candidate.name not in usable)
         try:
             return replace(candidate, how=known[candidate.name].describe(spec, members.device))
         except _MISHAPS as error:

@@ -304,7 +304,7 @@ class LayerStats:
         overflows: dispatches of which rows were dropped.
         largest_demand: rows, padding included, of the dispatch that took up most of its capacity, since that changed
             last.
-        capacity: rows that dispatch was sized to; -1 under `exact`, which has no capacity.
+        capacity: rows that dispatch was sized to; 0 where none has come since, -1 under `exact`, which has no capacity.
         wanted_by_expert: rows that were asked for, by local expert.
     """
 
@@ -324,7 +324,7 @@ class LayerStats:
 
     @property
     def fill(self) -> float | None:
-        """`largest_demand` over its capacity: rows were dropped above 1.0; None under `exact`."""
+        """`largest_demand` over its capacity: rows were dropped above 1.0; None without a capacity."""
         return self.largest_demand / self.capacity if self.capacity > 0 else None
 
     @property

@@ -186,7 +186,7 @@ def test_refusals_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
 
 def _chosen(rank: int) -> tuple[str | None, list[str | None]]:
     explained = cd.explain(config())
-    assert f"{NAME}   usable: programs of a dispatch: 1 push, 1 arrange and spread" in str(explained)
+    assert f"{NAME}   usable by name only: programs of a dispatch: 1 push, 1 arrange and spread" in str(explained)
     return explained.chosen, [c.why_not for c in explained.candidates if c.name == NAME]
 
 

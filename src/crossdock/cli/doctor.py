@@ -53,6 +53,8 @@ def doctor(
         return
     console = Console()
     console.print(_table(findings))
+    if of_ranks:  # they have opened every backend
+        return
     console.print(f"\nbackends for {choice['sample']}", highlight=False)
     console.print(choice["table"], highlight=False, markup=False)
     console.print(

@@ -164,6 +164,11 @@ class OverflowGuard:
             stepper.step(report.flag, skip, scaler)
         return loss
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether `step` was ever called."""
+        return self._steps > 0 or self._fault is not None
+
     def num_skipped(self) -> int:
         """Steps that were not applied; waits for the device."""
         return self._skipped + (self._unread is not None and self._unread.values()[0] > 0)

@@ -142,7 +142,11 @@ def dropped_rows_are_counted(seat: Seat) -> None:
     for mode in ("drop", "skip_step"):
         problem = _problem(seat.size, "one hot expert", row_capacity=RowCapacity.rows(4), on_overflow=mode)
         with seat.open(problem.config) as dispatcher:
-            guard = OverflowGuard(dispatcher, torch.optim.SGD([torch.zeros(1)])) if mode == "skip_step" else None
+            guard = (
+                OverflowGuard(dispatcher, torch.optim.SGD([torch.zeros(1, device=seat.device)]))
+                if mode == "skip_step"
+                else None
+            )
             for _ in range(3):
                 forward(dispatcher.layer("hot"), problem, seat.rank, seat.device).backward()
             stats, wanted = dispatcher.stats(), 8 * seat.size if seat.rank == seat.size - 1 else 0
@@ -155,6 +159,8 @@ def dropped_rows_are_counted(seat: Seat) -> None:
             assert (stats.rows, stats.tokens) == (account.rows, account.tokens), f"{stats}"
             flag = float(dispatcher._open.accounts.ledger.overflowed)
             assert flag == float(wanted > 0 and guard is not None), f"the overflow flag is {flag}"
+            if guard is not None:
+                guard.step()
 
 
 def zeroed_tails(seat: Seat) -> None:
