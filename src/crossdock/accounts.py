@@ -149,8 +149,8 @@ def _advice(drop: Drop, rank: int, *, guard_is_idle: bool) -> str:
     if guard_is_idle:
         return (
             f"layer {layer} on rank {rank} has dropped {dropped} of {wanted} rows, and the OverflowGuard that watches"
-            " its dispatcher was never stepped: steps that lack rows may have been applied. Call its step() in the place"
-            " of optimizer.step()"
+            " its dispatcher was never stepped: steps that lack rows may have been applied. Call its step() in the"
+            " place of optimizer.step()"
         )
     return (
         f"layer {layer} on rank {rank} has dropped {dropped} of {wanted} rows, and no OverflowGuard watches its"
