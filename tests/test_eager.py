@@ -160,6 +160,19 @@ class TestBothWays:
                 tensor.zero_()
             assert_bit_equal(dispatcher.combine(second.rows, second.handle), wanted, "combined after the writes")
 
+    def test_writing_to_scores_leaves_the_backward_as_it_was(self, dispatcher, ways):
+        x, scores, ids = inputs()
+        with ways():
+            gradients = []
+            for writes in (False, True):
+                routed = dispatcher.dispatch(x, scores, ids)
+                if writes:
+                    routed.scores.zero_()
+                out = dispatcher.combine(routed.rows, routed.handle)
+                gradients.append(torch.autograd.grad(out.sum(), [x, scores]))
+            for found, wanted in zip(*gradients, strict=True):
+                assert_bit_equal(found, wanted, "gradient")
+
     def test_saved_tensors_may_be_kept_elsewhere(self, dispatcher, ways):
         packed: list[tuple[int, ...]] = []
 
@@ -259,7 +272,7 @@ _PACKAGE = str(Path(cd.__file__).parent)
 # What only asks, and makes nothing.
 _QUESTIONS = {"dim", "stride", "numel", "element_size", "is_contiguous", "numpy", "is_floating_point", "data_ptr"}
 # Calls of torch that one eager call of ours makes, by backend: dispatch without grad, with it, and combine.
-_MOST_CALLS = {"local": (43, 44, 37), "symmetric": (25, 26, 4)}
+_MOST_CALLS = {"local": (43, 43, 37), "symmetric": (25, 25, 4)}
 
 
 def _torch_calls(program: Callable[[], Any]) -> Counter[str]:
@@ -300,3 +313,5 @@ def test_an_eager_call_makes_no_more_calls_of_torch_than_it_did(ranks: Ranks, ba
     (counts,) = ranks(1).run(_calls_of_torch, backend)
     told = [dict(sorted(count.items())) for count in counts]
     assert all(count.total() <= most for count, most in zip(counts, _MOST_CALLS[backend], strict=True)), told
+    if backend == "symmetric":  # its kernels write the scores of rows twice, and `fast` reads none of slots
+        assert not counts[0]["clone"] + counts[0]["copy_"] and counts[1]["clone"] == 1, told

@@ -43,6 +43,7 @@ def _(x: Tensor, *rest: Any) -> list[Tensor]:
         x.new_empty(num_rows, dtype=torch.float32),
         x.new_empty(num_local, dtype=torch.int64),
         x.new_empty(num_local, dtype=torch.int32),
+        x.new_empty(num_rows, dtype=torch.float32),
         torch.empty(1, dtype=torch.int64, device="cpu"),
         x.new_empty(1, dtype=torch.int64),
         *transport.fake_layout(x.shape[0], num_rows, x, new_size),
@@ -86,19 +87,19 @@ def _(grad_out: Tensor, _rows: Tensor, row_scores: Tensor, *rest: Any) -> list[T
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, *_, ctx.key, layer, _, _ = inputs
     ctx.num_tokens, ctx.hidden_dim, ctx.dtype = x.shape[0], x.shape[1], x.dtype
-    _, row_scores, _, _, number, _, *layout = output
-    ctx.save_for_backward(layer, row_scores, number, *layout)
+    kept_scores, number, _, *layout = output[4:]
+    ctx.save_for_backward(layer, kept_scores, number, *layout)  # nothing that the caller may write to
     ctx.mark_non_differentiable(*output[2:])  # else a layout of floats would lead a combine's backward back here
     ctx.set_materialize_grads(False)  # else every integer output would get a gradient of zeros
 
 
 def _dispatch_adjoint(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    layer, row_scores, number, *layout = ctx.saved_tensors
+    layer, kept_scores, number, *layout = ctx.saved_tensors
     grad_rows, grad_scores = grads[0], grads[1]  # None where the loss uses only the other: every rank still takes part
     if grad_rows is None:
-        grad_rows = row_scores.new_zeros(row_scores.shape[0], ctx.hidden_dim, dtype=ctx.dtype)
+        grad_rows = kept_scores.new_zeros(kept_scores.shape[0], ctx.hidden_dim, dtype=ctx.dtype)
     if grad_scores is None:
-        grad_scores = torch.zeros_like(row_scores)
+        grad_scores = torch.zeros_like(kept_scores)
     run = without_operator(operations.dispatch_backward, grad_rows, grad_scores) or dispatch_backward
     dx, dscores = run(grad_rows.contiguous(), grad_scores.contiguous(), number, layout, ctx.key, layer, ctx.num_tokens)
     needs_x, needs_scores = ctx.needs_input_grad[:2]

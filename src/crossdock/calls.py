@@ -63,11 +63,10 @@ class LayerCalls:
             ContractViolation, PeerTimeout: ranks that differ, or are missing.
         """
         check_before_casting(self._open.config, x, topk_scores, topk_expert_ids, num_tokens_per_rank)
-        # A copy in any case: the handle outlives what the caller does to its tensor.
-        scores = topk_scores.clone() if topk_scores.dtype == torch.float32 else topk_scores.to(torch.float32)
+        scores = self._scores_to_keep(topk_scores)
         bound = -1 if num_tokens_per_rank is None else num_tokens_per_rank
         count_dispatch(self._open.key, self)
-        rows, row_scores, counts, offsets, number, rows_end, *layout = autograd.call_dispatch(
+        rows, row_scores, counts, offsets, kept_scores, number, rows_end, *layout = autograd.call_dispatch(
             x,
             scores,
             topk_expert_ids,
@@ -82,7 +81,7 @@ class LayerCalls:
             num_tokens=x.shape[0],
             num_rows=rows.shape[0],
             topk_scores=scores,
-            row_scores=(row_scores.detach() if row_scores.requires_grad else row_scores).clone(),
+            row_scores=kept_scores,
             rows_end=rows_end,
             dispatch_number=number,
             dispatcher_key=self._open.key,
@@ -139,6 +138,14 @@ class LayerCalls:
         config = self._open.config
         zero = handle.row_scores.new_zeros((handle.num_tokens, config.hidden_dim), dtype=config.dtype)
         _backward_from(nodes, zero)
+
+    def _scores_to_keep(self, topk_scores: Tensor) -> Tensor:
+        """As float32, for a handle: a copy, since the caller may write to his tensor, unless nobody reads it then."""
+        if topk_scores.dtype != torch.float32:
+            return topk_scores.to(torch.float32)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._open.transport.reads_slot_scores:
+            return topk_scores.clone()
+        return topk_scores.detach() if topk_scores.requires_grad else topk_scores
 
     def _anchor(self) -> Tensor | None:
         return self._open.anchor if torch.is_grad_enabled() else None

@@ -27,6 +27,7 @@ _WRAPPINGS = (
     DispatchKey.ZeroTensor,
 )
 _WRAPPED = sum({DispatchKeySet(key).raw_repr() for key in _WRAPPINGS})
+_keys_of = torch._C._dispatch_keys
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
 
@@ -37,7 +38,12 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     tensors of another class, or whose memory does not hold their values; and where autograd is switched off beside
     grad mode, as in the body of another operator.
     """
-    return not torch.compiler.is_compiling() and _is_unobserved() and all(map(_is_plain, tensors))
+    if torch.compiler.is_compiling() or not _is_unobserved():
+        return False
+    for tensor in tensors:  # without a call for each; None is nothing at all
+        if tensor is not None and (type(tensor) not in _PLAIN_CLASSES or _keys_of(tensor).raw_repr() & _WRAPPED):
+            return False
+    return True
 
 
 def without_operator(body: Callable[..., list[Tensor]], *moved: Tensor) -> Callable[..., list[Tensor]] | None:
@@ -62,10 +68,3 @@ def _is_unobserved() -> bool:
             or not torch.is_grad_enabled()
         )
     )
-
-
-def _is_plain(tensor: Tensor | None) -> bool:
-    """A tensor and nothing around it; None is nothing at all."""
-    if tensor is None:
-        return True
-    return type(tensor) in _PLAIN_CLASSES and not torch._C._dispatch_keys(tensor).raw_repr() & _WRAPPED

@@ -219,6 +219,8 @@ class OpenDispatcher:
         rows_end = self.accounts.enter(x, expert_ids, facts, received)
         if facts.num_rows >= 0 and self.config.zero_tail:
             zero_tail(received.rows, rows_end, received.row_scores)
+            if received.kept_scores is not None:
+                zero_tail(received.kept_scores.unsqueeze(1), rows_end)
         return rows_end
 
     def allow_unmapping(self) -> None:

@@ -88,11 +88,12 @@ def dispatch(
     num_tokens_per_rank: int,
     compiled: bool,
 ) -> list[Tensor]:
-    """Rows, row scores, tokens per expert, expert offsets, this call's number, the rows' end, then the layout.
+    """Rows, row scores, tokens per expert, expert offsets; kept scores, this call's number, the rows' end, the layout.
 
-    `layer` is an encoded name (see `names.py`). `anchor` is given in grad mode only, and makes the outputs require
-    grad on every rank alike. `compiled` says whether a compiler has traced the call. Where a checkpointed region is
-    recomputed (see `recompute/frames.py`), the call moves its rows along the layout of the one that it replays.
+    The caller may write to the first four; the kept scores are the row scores as they were. `layer` is an encoded name
+    (see `names.py`). `anchor` is given in grad mode only, and makes the outputs require grad on every rank alike.
+    `compiled` says whether a compiler has traced the call. Where a checkpointed region is recomputed (see
+    `recompute/frames.py`), the call moves its rows along the layout of the one that it replays.
     """
     facts = CallFacts(-1, "dispatch", decode_name(layer), num_tokens_per_rank, grad_mode=anchor is not None)
     dispatcher, of_layer = find(key), Layer(key, facts.layer)
@@ -102,10 +103,11 @@ def dispatch(
             x, topk_scores, topk_expert_ids, num_local_tokens_per_expert, facts, compiled=compiled
         )
         told = [received.rows, received.row_scores, received.tokens_per_expert, received.expert_offsets]
-        outputs = [*told, number, end, *received.layout]
+        kept = received.row_scores.clone() if received.kept_scores is None else received.kept_scores
+        outputs = [*told, kept, number, end, *received.layout]
     else:
         outputs = dispatcher.run_redispatch(x, topk_scores, topk_expert_ids, replay, facts)
-    record(of_layer, compiled, topk_expert_ids, outputs[1:])
+    record(of_layer, compiled, topk_expert_ids, outputs[2:])
     return outputs
 
 

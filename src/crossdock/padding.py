@@ -114,6 +114,10 @@ class PaddedTransport(Transport):
         self._inner.look()
 
     @property
+    def reads_slot_scores(self) -> bool:
+        return self._inner.reads_slot_scores
+
+    @property
     def workspace_bytes(self) -> int:
         return self._inner.workspace_bytes
 

@@ -219,7 +219,8 @@ class DispatchHandle:
     Attributes:
         num_tokens: T, tokens of this rank in that dispatch.
         num_rows: rows of `Dispatched.rows`.
-        topk_scores: `[T, top_k]` float32, as given to dispatch (differentiable).
+        topk_scores: `[T, top_k]` float32, as given to dispatch (differentiable). Without grad mode it may share the
+            caller's memory: then no combine reads what is written there.
         row_scores: `[num_rows]` float32: the score that came with each row.
         rows_end: `[1]` int64: the end of the last expert's rows; what lies behind it is nobody's.
         dispatch_number: `[1]` int64 on the CPU: number of that dispatch among the dispatcher's calls.

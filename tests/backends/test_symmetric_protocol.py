@@ -32,7 +32,6 @@ from crossdock.kernels.signal import (
     ROUND,
     ROUND_SHIFT,
     ROUTED,
-    SCALARS,
     STAGING,
     Board,
 )
@@ -40,7 +39,7 @@ from crossdock.kernels.signal import (
 # -- noting what a call does ------------------------------------------------------------------------------------------
 
 _WORDS = {ROUTED: "routed", CHUNKS: "chunks", READ: "read"}
-_BUFFERS = {STAGING: "staging", SCALARS: "slips"}
+_BUFFERS = {STAGING: "pushed"}
 
 
 class Step(NamedTuple):
@@ -49,7 +48,7 @@ class Step(NamedTuple):
     Attributes:
         what: wait, tell, write or read; with " small" for rounds of small batches.
         where: a word or a place.
-        buffer: that has been filled (tell), or has to be free (wait for "read").
+        buffer: what counts the round (tell), or has to be free (wait for "read").
         begins: whether this begins a round, or comes before what does.
     """
 
@@ -71,9 +70,10 @@ def _movements(kernel: Callable[..., None], options: dict[str, Any]) -> list[Ste
         gives = [Step("read", "tokens"), Step("read", "routing")] if options["COUNTS"] else []
         takes = [Step("read", "routing")] if options["PLACES"] else []
     elif kernel in (combine.combine_kernel, scalars.swap_scalars_kernel):
-        place = "staging" if kernel is combine.combine_kernel else "slips"
-        gives = [Step("write", place, begins=True)] if options["GIVES"] else []
-        takes = [Step("read", place)] if options["TAKES"] else []
+        places = ["slips"] if options.get("SCALARS", True) else []
+        places = places if kernel is scalars.swap_scalars_kernel else ["staging", *places]
+        gives = [Step("write", place, begins=True) for place in places if options["GIVES"]]
+        takes = [Step("read", place) for place in places if options["TAKES"]]
     else:
         assert kernel in (small_dispatch.dispatch_small_kernel, small_combine.combine_small_kernel)
         gives = [Step("push small", "inbox")] if options["PUSHES"] else []
@@ -174,10 +174,14 @@ def _operations(opened: transport.SymmetricTransport) -> dict[str, Callable[[], 
     def home() -> torch.Tensor:
         return opened.rows_home(there[0].rows, Weights(scores, there[0].row_scores), there[0].layout, call)
 
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        return opened.dispatch_backward(there[0].rows, there[0].row_scores, there[0].layout, call)
+
     operations: dict[str, Callable[[], object]] = {
         "dispatch": lambda: there.append(opened.dispatch(x, scores, ids, None, call)),
         "dispatch to a capacity": lambda: there.append(opened.dispatch(x, scores, ids, 8, call)),
         f"combine {opened.spec.reduction}": home,
+        f"rows and scalars {opened.spec.reduction}": both,
         "rows out": lambda: opened.rows_out(x, there[0].layout, call),
         "scalars": lambda: opened.scalars_home(there[0].row_scores, there[0].layout, call),
         "agree": lambda: opened.agree_max(3, call),
@@ -259,7 +263,7 @@ class _Rank:
         self.number += step.begins
         if step.where == "routed":
             self.micros.append(Micro("fill", self._at("tokens", self.number), self.number))
-        self.last["staging" if step.where == "routed" else step.buffer] = self.number
+        self.last["pushed"] = self.number
         if step.where == "chunks" and step.begins:  # for ranks that dispatch instead
             self.micros.append(Micro("tell", self._at("routed", self.number), self.number))
         self.micros.append(Micro("tell", self._at(step.where, self.number), self.number))
@@ -345,17 +349,18 @@ def explore(micros: Sequence[Micro]) -> Found:
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 _OPERATIONS = (
-    "dispatch", "refused", "rows out", "combine fast", "combine exact", "scalars", "agree",
+    "dispatch", "refused", "rows out", "combine fast", "combine exact", "rows and scalars fast", "scalars", "agree",
     "small combine fast",
 )  # fmt: skip
 
 
 def test_operations_are_what_they_say(traces: dict[str, Trace]):
-    assert set(traces) == {*_OPERATIONS, "dispatch to a capacity", "small dispatch to a capacity"}
-    free, told = Step("wait", "read", "staging"), Step("tell", "routed", begins=True)
+    more = {"dispatch to a capacity", "small dispatch to a capacity", "small rows and scalars fast"}
+    assert set(traces) == {*_OPERATIONS, *more, "rows and scalars exact"}
+    free, told = Step("wait", "read", "pushed"), Step("tell", "routed", begins=True)
     beginning = [free, Step("write", "routing", begins=True), told]
     routing = [Step("read", "tokens"), Step("read", "routing")]
-    pushed = [Step("write", "staging"), Step("tell", "chunks", "staging")]
+    pushed = [Step("write", "staging"), Step("tell", "chunks", "pushed")]
     done = Step("tell", "read")
     assert traces["dispatch"].steps == [
         *beginning, *pushed, Step("wait", "routed"), *routing, Step("read", "routing"),
@@ -364,18 +369,22 @@ def test_operations_are_what_they_say(traces: dict[str, Trace]):
     assert traces["dispatch to a capacity"].steps == traces["dispatch"].steps
     assert traces["refused"].steps == [*beginning, *pushed, Step("wait", "routed"), *routing, done]
     assert traces["agree"].steps == [free, told, Step("wait", "routed"), Step("read", "tokens"), done]
-    for name, place, rounds in (
-        ("rows out", "staging", 1),
-        ("combine fast", "staging", 1),
-        ("combine exact", "staging", 2),
-        ("scalars", "slips", 1),
+    for name, places, rounds in (
+        ("rows out", ("staging",), 1),
+        ("combine fast", ("staging",), 1),
+        ("combine exact", ("staging",), 2),
+        ("rows and scalars fast", ("staging", "slips"), 1),
+        ("scalars", ("slips",), 1),
     ):
         assert traces[name].steps == rounds * [
-            Step("wait", "read", place), Step("write", place, begins=True), Step("tell", "chunks", place, begins=True),
-            Step("wait", "chunks"), Step("read", place), done,
+            free, *(Step("write", place, begins=True) for place in places),
+            Step("tell", "chunks", "pushed", begins=True), Step("wait", "chunks"),
+            *(Step("read", place) for place in places), done,
         ]  # fmt: skip
+    assert traces["rows and scalars exact"].steps == [*traces["combine exact"].steps, *traces["scalars"].steps]
     small = [Step("push small", "inbox"), Step("wait small", "arrived"), Step("read small", "inbox")]
-    assert traces["small dispatch to a capacity"].steps == traces["small combine fast"].steps == small
+    for name in ("dispatch to a capacity", "combine fast", "rows and scalars fast"):
+        assert traces[f"small {name}"].steps == small
 
 
 def test_the_model_counts_as_the_kernels_do(traces: dict[str, Trace]):
@@ -407,6 +416,8 @@ _LEFT_OUT = [
     ("combine fast", "await", "read", "read staging"),
     ("combine fast", "await", "chunks", "read staging"),
     ("combine exact", "await", "read", "read staging"),
+    ("rows and scalars fast", "await", "read", "read s"),  # either buffer
+    ("rows and scalars fast", "await", "chunks", "read staging"),
     ("scalars", "await", "read", "read slips"),
     ("scalars", "await", "chunks", "read slips"),
     ("refused", "await", "read", "read routing"),
@@ -434,7 +445,7 @@ def test_one_of_many_waits_that_is_left_out_is_missed(traces: dict[str, Trace]):
 
 
 def test_one_place_for_every_round_would_not_do(traces: dict[str, Trace]):
-    for calls in (["dispatch", "scalars", "rows out"], ["small combine fast"] * 3):
+    for calls in (["dispatch", "small combine fast", "rows out"], ["small combine fast"] * 3):
         steps = [step for call in calls for step in traces[call].steps]
         assert not explore(micro_steps(steps)).wrong
         assert explore(micro_steps(steps, parities=1)).wrong

@@ -121,13 +121,64 @@ def test_a_handle_of_another_dispatcher_is_refused(alone: cd.TokenDispatcher):
     assert "got NoneType" in refused(lambda: alone.combine(routed.rows, None))  # type: ignore[arg-type]
 
 
-def test_writing_to_scores_after_dispatch_changes_nothing(alone: cd.TokenDispatcher):
-    with torch.no_grad():
-        x, scores, ids = inputs()
-        routed = alone.dispatch(x, scores, ids)
-        scores.zero_()
+def written_over(seat: Seat, config: cd.DispatcherConfig, grad: bool) -> bool:
+    """A step whose scores are written over between its calls; whether its handle shares memory with the caller."""
+    with seat.open(config) as dispatcher, torch.set_grad_enabled(grad):
+        x, scores, ids = inputs(grad)
+        given = scores * 1
+        routed = dispatcher.dispatch(x, given, ids)
+        assert routed.handle.row_scores.data_ptr() != routed.scores.data_ptr()
+        shares = routed.handle.topk_scores.data_ptr() == given.data_ptr()
+        given.zero_()
         routed.scores.zero_()
-        assert_bit_equal(alone.combine(routed.rows, routed.handle), x, "out")
+        out = dispatcher.combine(routed.rows, routed.handle)
+        assert_bit_equal(out.detach(), x.detach(), "out")
+        if grad:
+            dx, ds = torch.autograd.grad(out.sum(), [x, scores])
+            assert_bit_equal(dx, torch.ones(3, 8), "gradient of x")
+            assert_bit_equal(ds, 8 * x.detach()[:, :2], "gradient of the scores")
+        return shares
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("capacity", [cd.RowCapacity.exact(), cd.RowCapacity.worst_case()], ids=["exact", "worst_case"])
+@every_backend(1, 2)
+def test_writing_to_scores_after_dispatch_changes_nothing(
+    on: On, backend: str, ep_size: int, capacity: cd.RowCapacity, reduction: Any, grad: bool
+):
+    config = dataclasses.replace(CONFIG, row_capacity=capacity, reduction=reduction)
+    shares = on(backend, ep_size)(written_over, config, grad)
+    assert shares == [not grad and reduction == "fast" and backend != "local"] * ep_size
+
+
+def kept_scores(seat: Seat) -> None:
+    """What else than the caller's own memory a handle has without grad mode, and what comes of it."""
+    with seat.open(CONFIG) as dispatcher:
+        x, scores, ids = inputs(grad=True)
+        with torch.no_grad():
+            routed = dispatcher.dispatch(x, scores, ids)
+            cast = dispatcher.dispatch(x, scores.double(), ids)
+        assert routed.handle.topk_scores.data_ptr() == scores.data_ptr() and not routed.handle.topk_scores.requires_grad
+        assert cast.handle.topk_scores.dtype == torch.float32
+        out = dispatcher.combine(routed.rows.requires_grad_(), routed.handle)
+        out.sum().backward()  # the scores were given without grad mode
+        assert scores.grad is None and routed.rows.grad is not None
+
+        def program(x: Tensor, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            routed = dispatcher.dispatch(x, scores, ids)
+            scores.zero_()
+            return dispatcher.combine(routed.rows, routed.handle), routed.handle.topk_scores
+
+        with torch.no_grad():
+            out, kept = torch.compile(program, fullgraph=True, backend="aot_eager")(x, scores, ids)
+        assert_bit_equal(out, x.detach(), "out")
+        assert kept.tolist() == [[0.5, 0.5]] * 3 and scores.tolist() == [[0.0, 0.0]] * 3
+
+
+@every_backend(2)
+def test_without_grad_mode_a_handle_may_share_the_scores(on: On, backend: str, ep_size: int):
+    on(backend, ep_size)(kept_scores)
 
 
 # -- outputs that a loss leaves out -----------------------------------------------------------------------------------

@@ -194,6 +194,46 @@ def test_rows_counts_and_order_are_those_of_the_forward(on: On, backend: str, ep
     on(backend, ep_size)(same_rows)
 
 
+def writing_region(seat: Seat, capacity: cd.RowCapacity) -> None:
+    """A region that writes to all that is the caller's of a dispatch, on both runs; and what it has seen before."""
+    config = make_config(4, TOP_K, HIDDEN_DIM, expert_alignment=4, row_capacity=capacity, zero_tail=True)
+    ids = torch.tensor([[0, 1], [2, 3], [0, 2], [1, -1]])
+    with seat.open(config) as dispatcher:
+        layer = dispatcher.layer("moe")
+        for way in (plain, non_reentrant, reentrant):
+            seen: list[tuple[Tensor, ...]] = []
+
+            def region(x: Tensor) -> Tensor:
+                x = x.clone()
+                routed = layer.dispatch(x, x[:, :TOP_K].sigmoid(), ids)
+                theirs = (routed.scores, routed.tokens_per_expert, routed.expert_offsets)
+                seen.append(tuple(part.detach().clone() for part in (*theirs, routed.handle.row_scores)))  # noqa: B023
+                for part in theirs:
+                    part.zero_()
+                return layer.combine(routed.rows * routed.rows, routed.handle)
+
+            x = tokens(4, seat.rank)
+            way(region, x).sum().backward()
+            assert x.grad is not None
+            if way is plain:
+                wanted, told = x.grad, seen[0]
+            assert_bit_equal(x.grad, wanted, "gradient")
+            assert len(seen) == (1 if way is plain else 2)
+            for scores, counts, offsets, kept in seen:
+                for found, expected in zip((scores, counts, offsets, kept), told, strict=True):
+                    assert_bit_equal(found, expected, "of a dispatch")
+                assert_bit_equal(kept, scores, "scores of a handle")
+                assert not kept[int(offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize("capacity", [cd.RowCapacity.exact(), cd.RowCapacity.worst_case()], ids=["exact", "worst_case"])
+@every_backend(1, 2)
+def test_what_a_region_writes_to_its_dispatch_is_not_recomputed(
+    on: On, backend: str, ep_size: int, capacity: cd.RowCapacity
+):
+    on(backend, ep_size)(writing_region, capacity)
+
+
 def dynamic_lengths(seat: Seat, way: Checkpoint) -> list[Tensor]:
     lengths = (71, 47, 97, 60, 76, 46, 44, 72, 41, 47)
     config = make_config(NUM_EXPERTS, TOP_K, HIDDEN_DIM, num_max_tokens_per_rank=128)

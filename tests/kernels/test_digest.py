@@ -13,13 +13,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 VERIFIED = sorted(RESULTS.glob("verify_symmetric_*.json"))
 
 
-# Failures in a record that were those of the check: mended since, and to be run again.
-_CHECKS_TO_BLAME = {
-    # It asked for an error of a rank that could be through before its peer had seen the overflow.
-    "verify_symmetric_2_gpus.json": {"an overflow is raised on every rank"},
-}
-
-
 def test_digest():
     assert kernels_digest() == kernels_digest() and len(kernels_digest()) == 64
     assert syntax("x = 1  # a comment") == syntax("x = (1)") != syntax("x = 2")
@@ -31,8 +24,7 @@ def test_digest():
 @pytest.mark.parametrize("path", VERIFIED or [RESULTS], ids=lambda path: path.name)
 def test_the_verified_kernels_are_these(path):
     record = json.loads(path.read_text())
-    failed = {cell["cell"] for cell in record["cells"] if cell["status"] == "failed"}
-    assert failed == _CHECKS_TO_BLAME.get(path.name, set()) and record["all_passed"] == (not failed)
+    assert record["all_passed"] and not [cell for cell in record["cells"] if cell["status"] == "failed"]
     assert record["device"] == "cuda" and record["backend"] == "symmetric"
     assert record["ranks"] >= 2
     assert len(record["machine"]["gpus"]) >= record["ranks"] or record["ranks_share_gpus"]

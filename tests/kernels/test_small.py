@@ -129,25 +129,33 @@ class Batch(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What one rank gets of a dispatch and of a combine with scores and one without."""
+    """What one rank gets of a dispatch, of a combine with scores and one without, and of the dispatch's backward."""
 
     received: Received
     weighed: torch.Tensor
     plain: torch.Tensor
+    backward: tuple[torch.Tensor, torch.Tensor]
 
     def named(self) -> dict[str, torch.Tensor]:
         """All that is told, rows and scores as far as they are."""
         end, received = int(self.received.expert_offsets[-1]), self.received
         return {
-            "rows": received.rows[:end], "scores": received.row_scores[:end],
+            "rows": received.rows[:end], "scores": received.row_scores[:end], "kept": kept_scores_of(received)[:end],
             "tokens_per_expert": received.tokens_per_expert, "expert_offsets": received.expert_offsets,
             **SymmetricLayout(*received.layout)._asdict(), **received.demand._asdict(),
-            "weighed": self.weighed, "plain": self.plain,
+            "weighed": self.weighed, "plain": self.plain, "dx": self.backward[0], "ds": self.backward[1],
         }  # fmt: skip
 
 
+def kept_scores_of(received: Received) -> torch.Tensor:
+    """The second of both, which shares nothing with the first."""
+    kept, scores = received.kept_scores, received.row_scores
+    assert kept is not None and (not len(kept) or kept.data_ptr() != scores.data_ptr())
+    return kept
+
+
 def bring(team: Team, batch: Batch, num_rows: int, bound: int) -> list[Brought]:
-    """A dispatch and two combines on every rank."""
+    """A dispatch, two combines, and the backward of the dispatch on every rank."""
 
     def dispatch(rank: SymmetricTransport, call: Call) -> Received:
         own = rank.spec.rank
@@ -162,7 +170,13 @@ def bring(team: Team, batch: Batch, num_rows: int, bound: int) -> list[Brought]:
 
     weighed = team.run(lambda rank, call: combine(rank, call, weighed=True), "combine")
     plain = team.run(lambda rank, call: combine(rank, call, weighed=False), "combine")
-    return [Brought(*parts) for parts in zip(received, weighed, plain, strict=True)]
+
+    def backward(rank: SymmetricTransport, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        got = received[rank.spec.rank]
+        return rank.dispatch_backward(got.rows, got.row_scores, got.layout, call)
+
+    grads = team.run(backward, "dispatch_backward")
+    return [Brought(*parts) for parts in zip(received, weighed, plain, grads, strict=True)]
 
 
 def assert_same(actual: Sequence[Brought], expected: Sequence[Brought]) -> None:
@@ -274,11 +288,23 @@ def test_worked_example_of_combining():
     none, own = torch.zeros(0, 2), torch.tensor([[0, 1]])
     batch = Batch([torch.zeros(0, 8), torch.ones(1, 8)], [none, torch.tensor([[2.0, 3.0]])], [none.long(), own])
     team = Team(spec)
-    weighed = bring(team, batch, 4, 1)[1].weighed
+    brought = bring(team, batch, 4, 1)
+
+    def combine(rank: SymmetricTransport, call: Call) -> torch.Tensor:
+        got, scores = brought[rank.spec.rank].received, batch.scores[rank.spec.rank]
+        return rank.rows_home(got.rows, Weights(scores, got.row_scores), got.layout, call)
+
+    def backward(rank: SymmetricTransport, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        got = brought[rank.spec.rank].received
+        return rank.dispatch_backward(got.rows, torch.full((4,), 7.0 + rank.spec.rank), got.layout, call)
+
     inbox = team.ranks[1]._inbox
     assert inbox is not None
-    assert inbox.shares[0, :, 0, 0].tolist() == [2.0, 3.0]  # of round 2; then one without scores
-    assert weighed.tolist() == [[5.0] * 8]
+    _, weighed = team.run(combine, "combine")
+    assert inbox.shares[1, :, 0, 0].tolist() == [2.0, 3.0] and weighed.tolist() == [[5.0] * 8]  # the fifth round
+    _, (_, scalars) = team.run(backward, "dispatch_backward")
+    assert (float(inbox.scores[0, 0, 0, 0]), float(inbox.scores[0, 1, 0, 1])) == (7.0, 8.0)
+    assert scalars.tolist() == [[7.0, 8.0]]
     team.close()
 
 
@@ -321,7 +347,7 @@ def test_one_kernel_that_waits_by_itself(monkeypatch):
     for _ in range(3):
         assert_same(bring(team, batch, 90, 40), expected)
     state, desk = team.ranks[0].rounds.board.state, team.ranks[0].rounds.board.desk
-    assert int(state[INBOX]) == 9 and int(desk[DESK_BEGUN]) == int(desk[DESK_ENDED])
+    assert int(state[INBOX]) == 12 and int(desk[DESK_BEGUN]) == int(desk[DESK_ENDED])
     team.close()
 
 
@@ -335,7 +361,9 @@ def test_outputs_of_a_call_that_is_given_up_are_nan_and_lead_nowhere(monkeypatch
     board.state[GIVEN_UP] = LEFT
     brought = bring(team, batch, 20, 8)[0]
     assert brought.received.rows.isnan().all() and brought.received.row_scores.isnan().all()
+    assert kept_scores_of(brought.received).isnan().all()
     assert brought.weighed.isnan().all() and brought.plain.isnan().all()
+    assert all(grad.isnan().all() for grad in brought.backward)
     assert brought.received.layout[0].tolist() == torch.full_like(good.received.layout[0], -1).tolist()
     assert brought.received.expert_offsets.tolist() == [0, 0] and not brought.received.demand.bad_ids.any()
     assert torch.equal(board.signals, told)  # nothing is told any more
@@ -380,7 +408,7 @@ def test_ranks_that_make_different_operations_both_find_out(operation, other, ot
         elif name == "combine_backward":
             rank.rows_out(batch.x[own], got.layout, call)
         else:
-            rank.scalars_home(got.row_scores, got.layout, call)
+            rank.dispatch_backward(got.rows, got.row_scores, got.layout, call)
 
     codes = _codes(team, (lambda rank, call: act(rank, call, operation), lambda rank, call: act(rank, call, other)))
     assert codes == [DIFFERS, DIFFERS]

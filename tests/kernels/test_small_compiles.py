@@ -26,10 +26,14 @@ _DISPATCH = {
     **_SHARED, "ALIGNMENT": 16, "NUM_EXPERTS": 256, "NUM_LOCAL": 64, "LOCAL_BLOCK": 64, "TOP_K_BLOCK": 8,
     "PLACES": 2048, "BLOCK": 1, "OTHERS": 1024, "COUNTED": 128, "READ_TOKENS": 128,
 }  # fmt: skip
-_COMBINE = {**_SHARED, "WEIGHTED": True}
+_COMBINE = {**_SHARED, "WEIGHTED": True, "SCALARS": False, "TOP_K_BLOCK": 8}
+_WITH_SCALARS = {**_COMBINE, "WEIGHTED": False, "SCALARS": True}
 _ROWS = ("x_ptr", "rows_ptr", "out_ptr", "inbox_rows_ptr", "inbox_shares_ptr")
 _INT32 = ("inbox_places_ptr", "inbox_counts_ptr", "groups_ptr", "home_ptr", "row_of_slot_ptr", "ends_ptr")
-_FLOAT32 = ("scores_ptr", "inbox_scores_ptr", "row_scores_ptr", "weights_ptr")
+_FLOAT32 = (
+    "scores_ptr", "inbox_scores_ptr", "row_scores_ptr", "kept_scores_ptr", "weights_ptr", "scalars_ptr",
+    "out_scalars_ptr",
+)  # fmt: skip
 
 
 def compiled(kernel: Callable[..., None], helpers: Any, constants: dict[str, Any], rows: str, num_warps: int) -> str:
@@ -55,8 +59,9 @@ def compiled(kernel: Callable[..., None], helpers: Any, constants: dict[str, Any
     [
         (small_dispatch.dispatch_small_kernel, small_dispatch.HELPERS, _DISPATCH),
         (small_combine.combine_small_kernel, small_combine.HELPERS, _COMBINE),
+        (small_combine.combine_small_kernel, small_combine.HELPERS, _WITH_SCALARS),
     ],
-    ids=["dispatch", "combine"],
+    ids=["dispatch", "combine", "combine with scalars"],
 )
 def test_compiles_for_hopper(kernel, helpers, constants, rows, cols, pushed, taken, num_warps):
     if kernel is small_combine.combine_small_kernel:

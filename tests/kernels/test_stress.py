@@ -17,7 +17,7 @@ from crossdock.kernels.launch import wrapped
 from crossdock.kernels.signal import ARRIVALS, CHUNKS, INBOX, NUM_CHUNKS, STAGING, launch_tell, launch_wait
 from crossdock.kernels.stress import DAWDLED, SLOWED, VISITS, delays
 from tests.kernels.symmetric_ranks import CALL, boards, together, word_of
-from tests.kernels.test_small_compiles import _COMBINE, _DISPATCH
+from tests.kernels.test_small_compiles import _COMBINE, _DISPATCH, _WITH_SCALARS
 from tests.kernels.test_small_compiles import compiled as compiled_small
 from tests.kernels.test_symmetric_compiles import _parts_ways, cases, compiled
 
@@ -61,8 +61,8 @@ def test_some_visits_dawdle_and_what_is_told_stays_the_same():
         visits, dawdled = _tell(ranks[0], 15)
         assert visits == 15 * 2  # which round begins is told by `tell`, all chunks at once by the kernel itself
         assert visits < dawdled < 63 * visits / 3  # as long as one visit in four dawdles
-        launch_wait(ranks[0], signal.READ, CALL.digest, buffer=signal.SCALARS)
-        assert int(ranks[0].state[VISITS]) > visits
+        launch_wait(ranks[1], signal.READ, CALL.digest, buffer=STAGING)  # which has pushed nothing yet
+        assert int(ranks[1].state[VISITS]) > 0
     words = list(range(CHUNKS, CHUNKS + 2 * NUM_CHUNKS))
     latest = [15 if word >= CHUNKS + NUM_CHUNKS else 14 for word in words]
     for rank in ranks:
@@ -127,7 +127,8 @@ def _assert_dawdles(ptx: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tell chunks", "publish routing", "arrange and move", "move rows", "combine", "swap scalars"]
+    "name",
+    ["tell chunks", "publish routing", "arrange and move", "move rows", "combine with scalars", "swap scalars"],
 )
 def test_slowed_kernels_compile_for_hopper(name: str):
     prompt = compiled(cases()[name])
@@ -145,8 +146,9 @@ def test_slowed_kernels_compile_for_hopper(name: str):
     [
         (small_dispatch.dispatch_small_kernel, small_dispatch.HELPERS, _DISPATCH),
         (small_combine.combine_small_kernel, small_combine.HELPERS, _COMBINE),
+        (small_combine.combine_small_kernel, small_combine.HELPERS, _WITH_SCALARS),
     ],
-    ids=["dispatch", "combine"],
+    ids=["dispatch", "combine", "combine with scalars"],
 )
 def test_slowed_kernels_for_small_batches_compile_for_hopper(kernel, helpers, constants):
     tiles = {"PUSHED_ROWS": 4, "TAKEN_ROWS": 4, "BLOCK_COLS": 1024}

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crossdock.kernels import arrange, combine, move, publish, scalars, signal, spread
+from crossdock.kernels import arrange, combine, move, publish, scalars, signal, spread, weigh
 from crossdock.kernels.arrange import Moving, Routed, launch_arrange, launch_place
 from crossdock.kernels.blocks import Tile
 from crossdock.kernels.combine import Routes, launch_combine, launch_combine_slot
@@ -29,11 +29,12 @@ from crossdock.kernels.launch import wrapped
 from crossdock.kernels.move import Moves, launch_move_rows
 from crossdock.kernels.publish import Routing, launch_publish_routing
 from crossdock.kernels.push import Staging
-from crossdock.kernels.scalars import Slips, launch_swap_scalars
+from crossdock.kernels.scalars import Scalars, Slips, launch_swap_scalars
 from crossdock.kernels.signal import CHUNKS, READ, ROUTED, STAGING, launch_tell, launch_wait
+from crossdock.kernels.weigh import Weighed, launch_weigh_rows
 from tests.kernels.symmetric_ranks import CALL, boards
 
-_MODULES = (arrange, combine, move, publish, scalars, signal)
+_MODULES = (arrange, combine, move, publish, scalars, signal, weigh)
 _TARGET = GPUTarget("cuda", 90, 32)
 _KINDS = {
     torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -55,6 +56,8 @@ class _Case(NamedTuple):
 
     @property
     def waits(self) -> bool:
+        if self.kernel in (weigh.weigh_rows_kernel, weigh.add_parts_kernel):
+            return bool(self.constants.get("PUSHES"))
         return bool(self.constants.get("FUSED", self.kernel is signal.wait_kernel))
 
 
@@ -68,7 +71,12 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
         names = list(inspect.signature(kernel).parameters)
         constants = {key: value for key, value in options.items() if key in names}
         rest = {key: value for key, value in options.items() if key not in names}
-        found[name] = _Case(name, kernel, dict(zip(names, args, strict=False)), constants, helpers, rest)
+        part = "own" if options.get("OWN") else "others'"
+        here = {
+            weigh.find_sources_kernel: "find sources", weigh.weigh_rows_kernel: f"weigh {part} rows",
+            weigh.add_parts_kernel: "add parts",
+        }.get(kernel, name)  # fmt: skip
+        found[here] = _Case(here, kernel, dict(zip(names, args, strict=False)), constants, helpers, rest)
 
     tokens, hidden, top_k, local = 64, 2048, 7, 64
     (board, *_), count, tile = boards(4), torch.zeros(1, dtype=torch.int64), Tile(4, 1024, 64, 2)
@@ -85,6 +93,7 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
         for module in _MODULES:
             monkeypatch.setattr(module, "launch", record)
         monkeypatch.setattr(signal.Board, "fused", property(lambda board: True))
+        monkeypatch.setattr(signal.Board, "compiled", property(lambda board: True))
         monkeypatch.setattr(arrange, "token_block", lambda *_: 32)
         monkeypatch.setattr(publish, "routing_block", lambda *_: 64)
         for word, kind in ((ROUTED, "routing"), (CHUNKS, "chunks"), (READ, "reading")):
@@ -102,14 +111,23 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
         launch_place(board, CALL.digest, routed, groups, 16, 320, 64, moving)
         name = "move rows"
         launch_move_rows(board, CALL, moving.moves, row_of_slot, padding, rows, count, count)
+        name = "wait for chunks"  # in between
+        weighed = Weighed(rows, weights, rows, places.view(4, -1))
+        launch_weigh_rows(
+            board, CALL, moving.moves, weighed, tile._replace(warps=4), row_of_slot, padding, count, count
+        )
         for by_row in (None, weights):
             name = f"combine{'' if by_row is None else ' weighted'}"
             launch_combine(board, CALL, staging, routes, rows, by_row, out, tile, tile._replace(rows=2))
+        slips = Slips(places, table)
+        name = "combine with scalars"
+        riding = Scalars(weights, scores, slips)
+        launch_combine(board, CALL, staging, routes, rows, None, out, tile, tile._replace(rows=2), riding)
         for slot in (0, 1, top_k - 1):
             name = f"combine slot {slot}"
             launch_combine_slot(board, CALL, staging, routes, rows, scores, slot, sums, out, tile, tile)
         name = "swap scalars"
-        launch_swap_scalars(board, CALL, Slips(places, table, row_of_slot, home), weights)
+        launch_swap_scalars(board, CALL, slips, weights, row_of_slot, home)
     return found
 
 
@@ -136,7 +154,7 @@ def compiled(case: _Case, *, ones: bool = False) -> str:
 
 
 _NAMES = list(cases())
-_ROWS = [name for name in _NAMES if "move" in name or "combine" in name]
+_ROWS = [name for name in _NAMES if re.search("move|combine|weigh", name)]
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -178,7 +196,8 @@ def test_signals_are_ordered_over_the_whole_system():
 
 def _moves(ptx: str) -> set[str]:
     """How the kernel loads and stores vectors, and numbers of 16 bits, which single elements of rows are."""
-    return set(re.findall(r"\b(?:ld|st)\.global\.(?:v\d\.b\d+|b16)\b", ptx))
+    found = re.findall(r"\b((?:ld|st)\.global)(?:\.L\d::\w+)*\.(v\d\.b\d+|b16)\b", ptx)
+    return {".".join(parts) for parts in found}
 
 
 @pytest.mark.parametrize("name", _ROWS)

@@ -127,12 +127,12 @@ class Arranged:
         bound: int = MAX_TOKENS,
     ) -> None:
         board, routed = sent.ranks[rank], Routed(sent.ids[rank], sent.scores[rank], bound)
-        groups, row_scores = launch_arrange(board, CALL.digest, routed, alignment, num_local, capacity, 64, None)
+        groups, both = launch_arrange(board, CALL.digest, routed, alignment, num_local, capacity, 64, None)
         self.groups: Groups = groups
         self.num_rows_wanted = int(groups.report[0])
-        if row_scores is None:
-            row_scores = launch_place(board, CALL.digest, routed, groups, alignment, self.num_rows_wanted, 64)
-        self.row_scores = row_scores
+        if both is None:
+            both = launch_place(board, CALL.digest, routed, groups, alignment, self.num_rows_wanted, 64)
+        self.row_scores, self.kept_scores = both
 
 
 def _assert_arranged(
@@ -172,6 +172,7 @@ def _assert_arranged(
     assert actual.row_scores.shape == (num_rows,)
     assert torch.equal(row_scores[named], torch.cat(scores).flatten()[placed.slot_of_row[:filled][named]])
     assert (row_scores[~named] == 0).all()
+    assert torch.equal(actual.kept_scores[:filled], row_scores) and actual.kept_scores.shape == (num_rows,)
 
 
 @settings(max_examples=settings().max_examples // 2)  # each launches many kernels, all interpreted

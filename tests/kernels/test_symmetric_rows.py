@@ -17,8 +17,8 @@ from crossdock.kernels.combine import Routes as Ways
 from crossdock.kernels.combine import launch_combine, launch_combine_slot
 from crossdock.kernels.move import Moves, launch_move_rows
 from crossdock.kernels.push import Staging
-from crossdock.kernels.scalars import Slips, launch_swap_scalars
-from crossdock.kernels.signal import CHUNKS, NUM_CHUNKS, READ, ROUND, SCALARS, STAGING, Board
+from crossdock.kernels.scalars import Scalars, Slips, launch_swap_scalars
+from crossdock.kernels.signal import CHUNKS, NUM_CHUNKS, READ, ROUND, STAGING, Board
 from crossdock.rows import reduce_rows
 from crossdock.testing import assert_bit_equal
 from tests.kernels.symmetric_ranks import CALL, boards, homes, random_ids, table_of, together, word_of
@@ -324,15 +324,34 @@ def test_worked_example_of_adding_at_home():
 # -- scalars ----------------------------------------------------------------------------------------------------------
 
 
-def _swapped(routes: Routes, values: list[torch.Tensor], max_tokens: int) -> tuple[list[Board], list[torch.Tensor]]:
-    ranks, ep_size, top_k = boards(len(values)), len(values), routes.homes[0].shape[1]
-    slips = [torch.full((ep_size, max_tokens, top_k), 9.5) for _ in ranks]
-    table = table_of(slips)
+def _new_slips(routes: Routes, max_tokens: int) -> list[Slips]:
+    """Slips of all ranks, which are never right where nobody has pushed anything."""
+    ep_size, top_k = len(routes.homes), routes.homes[0].shape[1]
+    own = [torch.full((ep_size, max_tokens, top_k), 9.5) for _ in range(ep_size)]
+    return [Slips(slips, table_of(own)) for slips in own]
+
+
+def _values(routes: Routes) -> list[torch.Tensor]:
+    return [torch.randn(num, generator=torch.Generator().manual_seed(num)) for num in routes.num_rows]
+
+
+def _expected_scalars(routes: Routes, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for target, home in enumerate(routes.homes):
+        scalars = torch.zeros(home.shape)
+        for row_of_slot, value in zip(routes.row_of_slot, values, strict=True):
+            row = row_of_slot[target, : len(home)].long()
+            scalars = torch.where(row >= 0, torch.cat([value, torch.zeros(1)])[row.clamp(min=-1)], scalars)
+        found.append(scalars)
+    return found
+
+
+def _swapped(routes: Routes, values: list[torch.Tensor], slips: list[Slips]) -> tuple[list[Board], list[torch.Tensor]]:
+    ranks = boards(len(values))
 
     def act(board: Board) -> torch.Tensor:
         rank = board.rank
-        places = Slips(slips[rank], table, routes.row_of_slot[rank], routes.homes[rank])
-        return launch_swap_scalars(board, CALL, places, values[rank])
+        return launch_swap_scalars(board, CALL, slips[rank], values[rank], routes.row_of_slot[rank], routes.homes[rank])
 
     return ranks, together(ranks, act)
 
@@ -340,16 +359,12 @@ def _swapped(routes: Routes, values: list[torch.Tensor], max_tokens: int) -> tup
 @all_shapes
 def test_scalars(num_tokens, top_k, hidden_dim):
     routes = Routes.of(num_tokens, top_k, seed=3)
-    values = [torch.randn(num, generator=torch.Generator().manual_seed(num)) for num in routes.num_rows]
-    ranks, fetched = _swapped(routes, values, MAX_TOKENS)
-    for target, actual in enumerate(fetched):
-        expected = torch.zeros(actual.shape)
-        for row_of_slot, value in zip(routes.row_of_slot, values, strict=True):
-            row = row_of_slot[target, : len(expected)].long()
-            expected = torch.where(row >= 0, torch.cat([value, torch.zeros(1)])[row.clamp(min=-1)], expected)
+    values = _values(routes)
+    ranks, taken = _swapped(routes, values, _new_slips(routes, MAX_TOKENS))
+    for actual, expected in zip(taken, _expected_scalars(routes, values), strict=True):
         assert_bit_equal(actual, expected, "scalars")
     for board in ranks:
-        assert (int(board.state[ROUND]), int(board.state[SCALARS])) == (1, 1)
+        assert (int(board.state[ROUND]), int(board.state[STAGING])) == (1, 1)
         assert board.signals[READ].tolist() == [1 << 31] * len(ranks)
 
 
@@ -358,11 +373,61 @@ def test_worked_example_of_scalars():
     here = torch.tensor([[0]], dtype=torch.int32)
     for home, expected in ((here, 9.0), (torch.full_like(here, -1), 0.0)):
         routes = Routes([here, home], row_of_slot, [2, 0])
-        _, (own, fetched) = _swapped(routes, [torch.tensor([7.0, 9.0]), torch.zeros(0)], 1)
-        assert own.tolist() == [[7.0]] and fetched.tolist() == [[expected]]
+        slips = _new_slips(routes, 1)
+        _, (own, taken) = _swapped(routes, [torch.tensor([7.0, 9.0]), torch.zeros(0)], slips)
+        assert [each.own.flatten().tolist() for each in slips] == [[7.0, 9.5], [9.0, 9.5]]  # rank 1 pushes nothing
+        assert own.tolist() == [[7.0]] and taken.tolist() == [[expected]]
     dropped = [torch.tensor([[[0]], [[-2]]], dtype=torch.int32), row_of_slot[1]]
-    _, (own, fetched) = _swapped(Routes([here, here], dropped, [1, 0]), [torch.tensor([7.0]), torch.zeros(0)], 1)
-    assert own.tolist() == [[7.0]] and fetched.tolist() == [[0.0]]
+    routes = Routes([here, here], dropped, [1, 0])
+    _, (own, taken) = _swapped(routes, [torch.tensor([7.0]), torch.zeros(0)], _new_slips(routes, 1))
+    assert own.tolist() == [[7.0]] and taken.tolist() == [[0.0]]
+
+
+# -- scalars that ride with rows --------------------------------------------------------------------------------------
+
+
+def _combined_with_scalars(
+    ranks: list[Board], shared: _Shared, rows: list[torch.Tensor], values: list[torch.Tensor], slips: list[Slips]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def act(board: Board) -> tuple[torch.Tensor, torch.Tensor]:
+        (staging, ways), own = shared.of(board), rows[board.rank]
+        tile, out = tile_of(own.shape[1], 4), own.new_full((len(ways.home_of_slot), own.shape[1]), 5)
+        scalars = Scalars(values[board.rank], torch.full(ways.home_of_slot.shape, 6.0), slips[board.rank])
+        launch_combine(board, CALL, staging, ways, own, None, out, tile, tile, scalars)
+        return out, scalars.out
+
+    return together(ranks, act)
+
+
+@all_shapes
+def test_combining_with_scalars(num_tokens, top_k, hidden_dim):
+    routes, ep_size = Routes.of(num_tokens, top_k, seed=3), len(num_tokens)
+    rows, values = Weighed.of(routes, hidden_dim, torch.bfloat16).rows, _values(routes)
+    ranks, slips, shared = boards(ep_size), _new_slips(routes, MAX_TOKENS), _Shared(routes, rows)
+    both = _combined_with_scalars(ranks, shared, rows, values, slips)
+    for (out, _), expected in zip(both, _expected_fast(routes, rows, None), strict=True):
+        assert_bit_equal(out, expected, "rows")
+    for (_, scalars), expected in zip(both, _expected_scalars(routes, values), strict=True):
+        assert_bit_equal(scalars, expected, "scalars")
+    for board in ranks:
+        assert (int(board.state[ROUND]), int(board.state[STAGING])) == (1, 1)
+        assert board.signals[READ].tolist() == [1 << 31] * ep_size
+
+
+def test_worked_example_of_scalars_that_ride_with_rows():
+    """Two ranks of one token on rank 0, of whose slots rank 1 has the first and rank 0 the third."""
+    home, nothing = torch.tensor([[1, -1, 0]], dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
+    for slot, scalar in ((0, 8.0), (-2, 0.0)):
+        places = [
+            torch.tensor(slots, dtype=torch.int32)
+            for slots in ([[[-1, -1, 0]], [[-1] * 3]], [[[slot, -1, -1]], [[-1] * 3]])
+        ]
+        routes, rows = Routes([home, nothing], places, [1, 1]), [torch.full((1, 8), 2.0), torch.full((1, 8), 3.0)]
+        slips, values = _new_slips(routes, 1), [torch.tensor([7.0]), torch.tensor([8.0])]
+        (out, scalars), (_, empty) = _combined_with_scalars(boards(2), _Shared(routes, rows, 1), rows, values, slips)
+        assert slips[0].own[:, 0].tolist() == [[9.5, 9.5, 7.0], [scalar, 9.5, 9.5]]  # by the rank that has pushed
+        assert (slips[1].own == 9.5).all() and empty.shape == (0, 3)
+        assert out.tolist() == [[5.0 if scalar else 2.0] * 8] and scalars.tolist() == [[scalar, 0.0, 7.0]]
 
 
 # -- far away ---------------------------------------------------------------------------------------------------------

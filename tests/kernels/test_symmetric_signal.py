@@ -37,7 +37,6 @@ from crossdock.kernels.signal import (
     READ,
     ROUND,
     ROUTED,
-    SCALARS,
     SIGNALLING,
     STAGING,
     TOKENS,
@@ -89,7 +88,7 @@ def test_words_and_places_do_not_overlap():
     words = [*range(TOKENS, TOKENS + 2), *range(ROUTED, ROUTED + 2), READ, DEPARTED]
     words += [*range(CHUNKS, CHUNKS + 2 * NUM_CHUNKS), signal.ARRIVED_SMALL, *range(signal.BROUGHT, signal.BROUGHT + 2)]
     assert sorted(words) == list(range(NUM_WORDS))
-    places = [ROUND, STAGING, SCALARS, GIVEN_UP, signal.BEGUN, signal.ENDED, BAD_IDS]
+    places = [ROUND, STAGING, GIVEN_UP, signal.BEGUN, signal.ENDED, BAD_IDS]
     places += [signal.NUM_SENT, LAST_TARGET, ABORT, signal.INBOX]
     places += range(signal.ARRIVALS, signal.ARRIVALS + NUM_CHUNKS + 8)
     assert len(set(places)) == len(places) and max(places) == NUM_STATE - 1
@@ -121,12 +120,11 @@ def test_everybody_hears_of_routing(ep_size):
         assert not sender.state[STAGING + 1 :].any()  # the bad ids have been told
 
 
-@pytest.mark.parametrize("buffer", [STAGING, SCALARS])
-def test_everybody_hears_of_chunks_by_the_round_s_parity(buffer):
+def test_everybody_hears_of_chunks_by_the_round_s_parity():
     ranks = boards(3)
     for number in (1, 2, 3):
-        launch_tell(ranks[1], CHUNKS, DIGEST, buffer=buffer, begins=True)
-        assert {place: int(ranks[1].state[place]) for place in (ROUND, buffer)} == {ROUND: number, buffer: number}
+        launch_tell(ranks[1], CHUNKS, DIGEST, buffer=STAGING, begins=True)
+        assert ranks[1].state.tolist()[: STAGING + 1] == [number, number]
         first = CHUNKS + number % 2 * NUM_CHUNKS
         for board in ranks:
             assert board.signals[first : first + NUM_CHUNKS, 1].tolist() == [word_of(number)] * NUM_CHUNKS
@@ -235,13 +233,12 @@ def test_what_was_given_up_before_ends_every_wait():
         assert int(board.state[LAST_TARGET]) == 2 and int(board.desk[DESK_CODE]) == 0  # told when it happened
 
 
-def test_reading_has_no_call_and_waits_for_the_buffer_s_last_round():
+def test_reading_has_no_call_and_waits_for_the_last_round_that_pushed_anything():
     board = boards(3, last_round=3)[1]
-    board.state[STAGING], board.state[SCALARS] = 3, 2
     board.signals[READ] = torch.tensor([word_of(3, 0), word_of(3, 0), word_of(2, 0)])
-    assert look(board, READ, digest=77, buffer=SCALARS) == ARRIVED
-    assert look(board, READ, digest=77, buffer=SCALARS) == ARRIVED  # nothing was ever laid out there
-    assert look(board, READ, digest=77, buffer=STAGING) == WAITING
+    for last, code in ((0, ARRIVED), (2, ARRIVED), (3, WAITING)):  # in 0 nothing was ever pushed
+        board.state[STAGING] = last
+        assert look(board, READ, digest=77, buffer=STAGING) == code
     board.signals[READ, 2] = word_of(3, 0)
     assert look(board, READ, digest=77, buffer=STAGING) == ARRIVED
 

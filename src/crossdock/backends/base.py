@@ -168,6 +168,8 @@ class Received(NamedTuple):
         expert_offsets: `[num_local_experts]` int32 inclusive padded ends, at most R.
         layout: the backend's own tensors, fixed in number and meaning for one spec.
         demand: see `Demand`.
+        kept_scores: `row_scores` once more, in memory of its own, where the transport has written both; else whoever
+            needs it copies.
     """
 
     rows: torch.Tensor
@@ -176,6 +178,7 @@ class Received(NamedTuple):
     expert_offsets: torch.Tensor
     layout: list[torch.Tensor]
     demand: Demand
+    kept_scores: torch.Tensor | None = None
 
 
 Layout = Sequence[torch.Tensor]
@@ -275,6 +278,11 @@ class Transport(ABC):
         Raises:
             TransportFault, ContractViolation: peers that did not come, or made another call.
         """
+
+    @property
+    def reads_slot_scores(self) -> bool:
+        """Whether a weighted `rows_home` reads the values of `Weights.of_slots`; where not, nobody keeps a copy."""
+        return True
 
     @property
     def workspace_bytes(self) -> int:

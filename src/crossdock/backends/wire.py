@@ -185,6 +185,10 @@ class WireTransport(Transport):
         call.verify(came.tolist())
         return int(came[:, BAD_IDS].max())
 
+    @property
+    def reads_slot_scores(self) -> bool:
+        return self.spec.reduction == "exact"
+
     def fault_flag(self) -> torch.Tensor | None:
         return self.wire.given_up
 

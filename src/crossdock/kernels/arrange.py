@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .arrange_blocks import ARRANGING, count_before, count_block, fit_groups, place_block, report_groups
+from .arrange_blocks import ARRANGING, arrange_share
 from .blocks import power_of_two, token_block, up_to
 from .launch import launch
 from .move import Moves
+from .publish import new_scores
 from .push import PUSHING, push_chunks
 from .signal import (
     ENDLESS,
@@ -30,12 +31,9 @@ from .signal import (
     Board,
     count_wait,
     have_come,
-    is_last,
     launch_wait,
     meet,
     varying,
-    wait_for,
-    wide,
 )
 from .spread import SPREADING, end_round, fill_padding, spread_chunks
 
@@ -110,6 +108,7 @@ def arrange_kernel(
     report_ptr,  # [1 + EP] int64
     next_row_ptr,  # [programs, 2, e] int32, of nobody else's interest
     row_scores_ptr,  # [R] float32; used when slots are placed
+    kept_scores_ptr,  # [R] float32: the same once more
     x_ptr,  # [T, D]
     home_ptr,  # [T, K] int32
     staging_ptr,  # [EP, max_tokens, D], shared
@@ -154,6 +153,7 @@ def arrange_kernel(
     num_arrangers = tl.num_programs(0) - num_pushers
     first = tl.program_id(0) - num_pushers
     bound, capacity = (places - 3) // 2, (limit - 3) // 2
+    row_scores_ptrs = (row_scores_ptr, kept_scores_ptr)
     spreads = first >= 0
     if first < 0:
         if MOVES:
@@ -164,72 +164,12 @@ def arrange_kernel(
             )  # fmt: skip
             spreads = have_come(state_ptr, 1, num_arrangers)
     else:
-        first_expert = rank * NUM_LOCAL
-        num_blocks = (bound + BLOCK - 1) // BLOCK
-        num_tiles = EP_SIZE * num_blocks
-        # Neighbours, since whoever places a block goes on from the one before it.
-        own = (num_tiles + num_arrangers - 1) // num_arrangers
-        begin = first * own
-        end_tile = tl.where(begin + own < num_tiles, begin + own, num_tiles)
-        told_ptr = signals_ptr + number % 2 * EP_SIZE
-        if COUNTS:
-            if FUSED:
-                if first == 0:
-                    count_wait(state_ptr, desk_ptr, 5)
-                word = 2 + number % 2
-                wait_for(
-                    signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True,
-                    EP_SIZE, EP_BLOCK,
-                )  # fmt: skip
-                if first == 0:
-                    count_wait(state_ptr, desk_ptr, 6)
-            for tile in range(begin, end_tile):
-                from_rank, block = tile // num_blocks, tile % num_blocks
-                num_tokens = (tl.load(told_ptr + from_rank) & 0xFFFFFFFF).to(tl.int32)
-                num_tokens = tl.where(num_tokens < bound, num_tokens, bound)
-                count_block(
-                    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens,
-                    first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS,
-                )  # fmt: skip
-            if PLACES:
-                meet(state_ptr, 0, num_arrangers)
-        reports = tl.full((), 0, tl.int32) + (first == 0)
-        if COUNTS and not PLACES:
-            reports = tl.full((), 0, tl.int32) + is_last(state_ptr, 9, num_arrangers)
-        looks = reports
-        if PLACES:
-            looks = tl.where(begin < end_tile, 1, reports)
-        if looks != 0:
-            before, wanted = count_before(counts_ptr, begin, num_tiles, NUM_LOCAL, LOCAL_BLOCK, TILES)
-            start, kept, end, num_rows = fit_groups(wanted, capacity, ALIGNMENT)
-            if COUNTS:
-                if reports != 0:
-                    report_groups(
-                        wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start,
-                        kept, end, num_rows, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
-                    )  # fmt: skip
-            if PLACES:
-                local = tl.arange(0, LOCAL_BLOCK)
-                known = local < NUM_LOCAL
-                next_row = next_row_ptr + first * 2 * NUM_LOCAL
-                if ALIGNMENT > 1:
-                    if first == 0:
-                        for nth in range(1, ALIGNMENT):
-                            padding = start + kept + nth - 1
-                            tl.store(row_scores_ptr + padding, 0.0, mask=known & (padding < end))
-                for tile in range(begin, end_tile):
-                    tl.debug_barrier()  # the last block's rows have been read
-                    tl.store(next_row + local, start + before, mask=known)
-                    tl.store(next_row + NUM_LOCAL + local, kept - before, mask=known)
-                    tl.debug_barrier()
-                    place_block(
-                        ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row, tile // num_blocks,
-                        tile % num_blocks, bound, max_tokens, first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, BLOCK,
-                    )  # fmt: skip
-                    before += tl.load(counts_ptr + wide(tile) * NUM_LOCAL + local, mask=known, other=0)
-        if COUNTS and PLACES:
-            if is_last(state_ptr, 9, num_arrangers):
-                tl.store(state_ptr + 26, 0)
+        arrange_share(
+            signals_ptr, state_ptr, desk_ptr, ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, padding_ptr, kept_ptr,
+            wanted_ptr, ends_ptr, bad_ids_ptr, report_ptr, next_row_ptr, row_scores_ptrs, number, digest,
+            rank * NUM_LOCAL, first, num_arrangers, bound, capacity, max_tokens, COUNTS, PLACES, FUSED, ALIGNMENT,
+            TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS, TILES, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
         if MOVES:
             if first == 0:
                 count_wait(state_ptr, desk_ptr, 5)
@@ -244,8 +184,9 @@ def arrange_kernel(
                 EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
             )  # fmt: skip
         end_round(
-            signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptr, number, digest, rank, bound, capacity,
-            hidden_dim, tl.num_programs(0), True, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
+            signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptrs, number, digest, rank, bound,
+            capacity, hidden_dim, tl.num_programs(0), True, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS,
+            POLLS_PER_LOOK,
         )  # fmt: skip
 
 
@@ -258,7 +199,7 @@ def launch_arrange(
     num_rows: int | None,
     programs: int,
     moving: Moving | None = None,
-) -> tuple[Groups, torch.Tensor | None]:
+) -> tuple[Groups, tuple[torch.Tensor, torch.Tensor] | None]:
     """Arrange what all ranks have sent, for a capacity of `num_rows`; None: for as many as come.
 
     Args:
@@ -272,10 +213,10 @@ def launch_arrange(
         moving: rows that the launch moves, on a GPU with `num_rows`; that is the end of the round.
 
     Returns:
-        The groups, and `row_scores [R]` float32, 0 on padding rows; None without R.
+        The groups, and `row_scores [R]` float32, 0 on padding rows, twice: each in memory of its own; None without R.
     """
     groups = _new_groups(board, routed, num_local)
-    row_scores = None if num_rows is None else torch.empty(num_rows, dtype=torch.float32, device=board.device)
+    row_scores = None if num_rows is None else new_scores(board, num_rows)
     if not board.fused:
         launch_wait(board, ROUTED, digest)
     steps = [(True, num_rows is not None)]
@@ -295,9 +236,9 @@ def launch_place(
     num_rows: int,
     programs: int,
     moving: Moving | None = None,
-) -> torch.Tensor:
-    """Place the slots that `launch_arrange` has counted: fills `row_of_slot`, returns `row_scores [R]` float32."""
-    row_scores = torch.empty(num_rows, dtype=torch.float32, device=board.device)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Place the slots that `launch_arrange` has counted: fills `row_of_slot`, returns `row_scores` as that does."""
+    row_scores = new_scores(board, num_rows)
     _launch(board, digest, routed, groups, alignment, num_rows, row_scores, False, True, programs, moving)
     return row_scores
 
@@ -326,7 +267,7 @@ def _launch(
     groups: Groups,
     alignment: int,
     num_rows: int | None,
-    row_scores: torch.Tensor | None,
+    row_scores: tuple[torch.Tensor, torch.Tensor] | None,
     counts: bool,
     places: bool,
     programs: int,
@@ -351,7 +292,7 @@ def _launch(
         arrange_kernel, (pushers + arrangers,), board.device, *board.tensors,
         routed.ids, routed.scores, groups.row_of_slot, groups.counts, groups.padding,
         groups.tokens_per_expert, groups.wanted, groups.expert_offsets, groups.bad_ids, groups.report,
-        next_row, groups.wanted if row_scores is None else row_scores, *tensors,
+        next_row, *((groups.wanted, groups.wanted) if row_scores is None else row_scores), *tensors,
         board.rank, digest, varying(num_tokens), varying(routed.bound),
         varying(2**30 - 2 if num_rows is None else num_rows),
         *numbers, pushers,

@@ -1,4 +1,4 @@
-"""Steps of arranging, each over a block of tokens or over all experts of a rank; `arrange.py` tells how they follow.
+"""Steps of arranging, each over a block of tokens or over all experts of a rank, and a program's share of them all.
 
 Two slots a token, two experts here, a block of two tokens with ids `[[0, 1], [0, -1]]`: the slots stand behind 0, 0 and
 1 others of their expert in the block, and the block counts 2 and 1.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .signal import wide
+from .signal import count_wait, is_last, meet, wait_for, wide
 
 
 def count_block(
@@ -90,7 +90,7 @@ def report_groups(
 
 
 def place_block(
-    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptr, next_row_ptr, from_rank, block, bound, max_tokens,
+    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptrs, next_row_ptr, from_rank, block, bound, max_tokens,
     first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of one block of tokens: `next_row_ptr [2, e]` has each expert's next row, and how many still fit."""
@@ -106,7 +106,111 @@ def place_block(
     row = tl.load(next_row_ptr + expert, mask=here, other=0) + earlier
     fits = here & (earlier < tl.load(next_row_ptr + NUM_LOCAL + expert, mask=here, other=0))
     tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2), mask=here)
-    tl.store(row_scores_ptr + row, score, mask=fits)
+    tl.store(row_scores_ptrs[0] + row, score, mask=fits)
+    tl.store(row_scores_ptrs[1] + row, score, mask=fits)
 
 
-ARRANGING = (count_block, count_before, fit_groups, report_groups, place_block)
+def count_share(
+    signals_ptr, state_ptr, desk_ptr, ids_ptr, row_of_slot_ptr, counts_ptr, told_ptr, number, digest, first_expert,
+    first, begin, end_tile, num_blocks, bound, max_tokens, FUSED: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, POLLS: tl.constexpr,
+    POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Wait for all ranks' routing (pattern acquire), and count blocks `begin` up to `end_tile`."""
+    if FUSED:
+        if first == 0:
+            count_wait(state_ptr, desk_ptr, 5)
+        word = 2 + number % 2
+        wait_for(signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True, EP_SIZE, EP_BLOCK)
+        if first == 0:
+            count_wait(state_ptr, desk_ptr, 6)
+    for tile in range(begin, end_tile):
+        from_rank, block = tile // num_blocks, tile % num_blocks
+        num_tokens = (tl.load(told_ptr + from_rank) & 0xFFFFFFFF).to(tl.int32)
+        num_tokens = tl.where(num_tokens < bound, num_tokens, bound)
+        count_block(
+            ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens,
+            first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS,
+        )  # fmt: skip
+
+
+def place_share(
+    ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, next_row, row_scores_ptrs, start, kept, end, before,
+    first_expert, first, begin, end_tile, num_blocks, bound, max_tokens, ALIGNMENT: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Place blocks `begin` up to `end_tile`, before which stand `before [e]` slots; the first also scores padding."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    known = local < NUM_LOCAL
+    if ALIGNMENT > 1:
+        if first == 0:
+            for nth in range(1, ALIGNMENT):
+                padding = start + kept + nth - 1
+                tl.store(row_scores_ptrs[0] + padding, 0.0, mask=known & (padding < end))
+                tl.store(row_scores_ptrs[1] + padding, 0.0, mask=known & (padding < end))
+    for tile in range(begin, end_tile):
+        tl.debug_barrier()  # the last block's rows have been read
+        tl.store(next_row + local, start + before, mask=known)
+        tl.store(next_row + NUM_LOCAL + local, kept - before, mask=known)
+        tl.debug_barrier()
+        place_block(
+            ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptrs, next_row, tile // num_blocks, tile % num_blocks,
+            bound, max_tokens, first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, BLOCK,
+        )  # fmt: skip
+        before += tl.load(counts_ptr + wide(tile) * NUM_LOCAL + local, mask=known, other=0)
+
+
+def arrange_share(
+    signals_ptr, state_ptr, desk_ptr, ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, padding_ptr, kept_ptr,
+    wanted_ptr, ends_ptr, bad_ids_ptr, report_ptr, next_row_ptr, row_scores_ptrs, number, digest, first_expert, first,
+    num_arrangers, bound, capacity, max_tokens, COUNTS: tl.constexpr, PLACES: tl.constexpr, FUSED: tl.constexpr,
+    ALIGNMENT: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr, TILES: tl.constexpr, EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr, POLLS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Arranging, as program `first` of `num_arrangers`: count, look at what all have counted, report, and place."""
+    num_blocks = (bound + BLOCK - 1) // BLOCK
+    num_tiles = EP_SIZE * num_blocks
+    # Neighbours, since whoever places a block goes on from the one before it.
+    own = (num_tiles + num_arrangers - 1) // num_arrangers
+    begin = first * own
+    end_tile = tl.where(begin + own < num_tiles, begin + own, num_tiles)
+    told_ptr = signals_ptr + number % 2 * EP_SIZE
+    if COUNTS:
+        count_share(
+            signals_ptr, state_ptr, desk_ptr, ids_ptr, row_of_slot_ptr, counts_ptr, told_ptr, number, digest,
+            first_expert, first, begin, end_tile, num_blocks, bound, max_tokens, FUSED, TOP_K, TOP_K_BLOCK, NUM_LOCAL,
+            LOCAL_BLOCK, BLOCK, OTHERS, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
+        if PLACES:
+            meet(state_ptr, 0, num_arrangers)
+    reports = tl.full((), 0, tl.int32) + (first == 0)
+    if COUNTS and not PLACES:
+        reports = tl.full((), 0, tl.int32) + is_last(state_ptr, 9, num_arrangers)
+    looks = reports
+    if PLACES:
+        looks = tl.where(begin < end_tile, 1, reports)
+    if looks != 0:
+        before, wanted = count_before(counts_ptr, begin, num_tiles, NUM_LOCAL, LOCAL_BLOCK, TILES)
+        start, kept, end, num_rows = fit_groups(wanted, capacity, ALIGNMENT)
+        if COUNTS:
+            if reports != 0:
+                report_groups(
+                    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start,
+                    kept, end, num_rows, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
+                )  # fmt: skip
+        if PLACES:
+            place_share(
+                ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, next_row_ptr + first * 2 * NUM_LOCAL,
+                row_scores_ptrs, start, kept, end, before, first_expert, first, begin, end_tile, num_blocks, bound,
+                max_tokens, ALIGNMENT, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK,
+            )  # fmt: skip
+    if COUNTS and PLACES:
+        if is_last(state_ptr, 9, num_arrangers):
+            tl.store(state_ptr + 26, 0)
+
+
+ARRANGING = (
+    count_block, count_before, fit_groups, report_groups, place_block, count_share, place_share, arrange_share,
+)  # fmt: skip

@@ -12,6 +12,11 @@ gives 0; where no slot is here at all (-1), nothing, and nobody reads it.
 Two ranks, one token, `home_of_slot = [[1, -1, 0]]`; rank 0 has given `[2]`, rank 1 `[3]`: their sum is `[5]`. Slot
 by slot with weights `[[10, 0, 100]]`: slot 0 gives `[30]`, slot 1 leaves it, slot 2 with rank 0's `[2]` makes it
 `[230]`.
+
+With all slots at once, one float32 a row may come home in the same round: whoever pushes a tile of shares pushes the
+scalars of its tokens' slots too, into the slips of their rank (`scalars.py`), and tells of both by the same chunk; who
+adds up a tile takes the scalars of its tokens. If the rows above have scalars 7 on rank 0 and 8 on rank 1, the token's
+slots get `[[8, 0, 7]]`; a slot that was dropped gets 0.
 """
 
 from __future__ import annotations
@@ -21,11 +26,12 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .blocks import Tile
+from .blocks import Tile, power_of_two
 from .launch import launch
 from .publish import Opening
 from .push import PUSHING, Staging, part_of, tell_empty_chunks, tell_if_last
 from .rounding import round_to
+from .scalars import RIDING, Scalars, pushed_for, scalars_of, slots_of
 from .signal import (
     CHUNKS,
     ENDLESS,
@@ -64,11 +70,11 @@ class Routes(NamedTuple):
 
 
 def give_shares(
-    rows_ptr, row_of_slot_ptr, weights_ptr, staging_table_ptr, sent_ptr, table_ptr, state_ptr, number, digest, rank,
-    bound, max_tokens, hidden_dim, first_slot, first, step, chunk_len,
-    WEIGHTED: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr, NUM_SLOTS: tl.constexpr, PARTS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, staging_table_ptr, slips_table_ptr, sent_ptr, table_ptr,
+    state_ptr, number, digest, rank, bound, max_tokens, hidden_dim, first_slot, first, step, chunk_len,
+    WEIGHTED: tl.constexpr, SCALARS: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr, PARTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up tiles of every rank's tokens, chunk after chunk, and push them there, as program `first` of `step`."""
     if FUSED:
@@ -92,6 +98,10 @@ def give_shares(
             known = tl.where(tl.load(slots + slot, mask=in_range, other=-1) != -1, 1, known)
         if (to_rank != rank) & (part == 0):
             num_sent += tl.reduce(known, 0, tl.standard._sum_combine)
+        if SCALARS:  # on their way while rows are added up
+            at_slot, wanted = slots_of(token, in_range & (part == 0), TOP_K, TOP_K_BLOCK)
+            slots_ptr = row_of_slot_ptr + wide(to_rank) * bound * TOP_K
+            scalar, here = scalars_of(scalars_ptr, slots_ptr, at_slot, wanted)
         there_ptr = part_of(staging_table_ptr, to_rank, rank, max_tokens, hidden_dim, rows_ptr.dtype.element_ty)
         for start in range(part * span, part * span + span, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
@@ -110,6 +120,9 @@ def give_shares(
                 round_to(acc, rows_ptr.dtype.element_ty),
                 mask=(known > 0)[:, None] & inside & free,
             )
+        if SCALARS:
+            slips_ptr = part_of(slips_table_ptr, to_rank, rank, max_tokens, TOP_K, tl.float32)
+            tl.store(slips_ptr + at_slot, scalar, mask=here & free)
         if FUSED:
             tell_if_last(
                 table_ptr, state_ptr, number, digest, rank, block * BLOCK_ROWS, bound, chunk_len, EP_SIZE * PARTS,
@@ -181,6 +194,10 @@ def combine_kernel(
     sums_ptr,  # [T, D] float32
     out_ptr,  # [T, D]
     sent_ptr,  # [1] int64, added to
+    scalars_ptr,  # [R] float32
+    slips_ptr,  # [EP, max_tokens, K] float32, shared
+    slips_table_ptr,  # [EP] int64: addresses of float32 [EP, max_tokens, K]
+    out_scalars_ptr,  # [T, K] float32
     rank,
     digest,
     call,  # `varying`: its number
@@ -195,10 +212,12 @@ def combine_kernel(
     TAKES: tl.constexpr,
     FUSED: tl.constexpr,  # whether this kernel waits and tells
     WEIGHTED: tl.constexpr,
+    SCALARS: tl.constexpr,  # whether scalars ride with the rows of `fast`
     BY_SLOT: tl.constexpr,  # one round of `exact`; else `fast`
     FIRST: tl.constexpr,  # of the rounds
     LAST: tl.constexpr,
     TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
     GIVE_PARTS: tl.constexpr,  # into which columns are cut
     TAKE_PARTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -226,10 +245,10 @@ def combine_kernel(
                     signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK
                 )
             give_shares(
-                rows_ptr, row_of_slot_ptr, row_weights_ptr, staging_table_ptr, sent_ptr, table_ptr, state_ptr, number,
-                digest, rank, bound, max_tokens, hidden_dim, first_slot, first, num_givers, chunk_len,
-                WEIGHTED and not BY_SLOT, FUSED, TOP_K, 1 if BY_SLOT else TOP_K, GIVE_PARTS, NUM_CHUNKS, EP_SIZE,
-                EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
+                rows_ptr, row_of_slot_ptr, row_weights_ptr, scalars_ptr, staging_table_ptr, slips_table_ptr, sent_ptr,
+                table_ptr, state_ptr, number, digest, rank, bound, max_tokens, hidden_dim, first_slot, first,
+                num_givers, chunk_len, WEIGHTED and not BY_SLOT, SCALARS, FUSED, TOP_K, TOP_K_BLOCK,
+                1 if BY_SLOT else TOP_K, GIVE_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     num_tokens = (tokens - 3) // 2
     if TAKES:
@@ -256,10 +275,15 @@ def combine_kernel(
                         TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
+                    if SCALARS:
+                        at_slot, wanted = slots_of(token, (token < num_tokens) & (start == 0), TOP_K, TOP_K_BLOCK)
+                        scalar = pushed_for(slips_ptr, home_ptr, at_slot, wanted, max_tokens * TOP_K)
                     add_ranks(
                         staging_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, start,
                         start + span, TOP_K, EP_SIZE, TAKE_ROWS, BLOCK_COLS,
                     )  # fmt: skip
+                    if SCALARS:
+                        tl.store(out_scalars_ptr + at_slot, scalar, mask=wanted)
     if FUSED:
         if is_last(state_ptr, 8, tl.num_programs(0)):
             if num_tokens == 0:  # then nobody has waited for this round yet
@@ -270,6 +294,8 @@ def combine_kernel(
             if LAST:
                 if tl.load(state_ptr + 4) != 0:
                     fill(out_ptr, float("nan"), 0, num_tokens.to(tl.int64) * hidden_dim, BLOCK_COLS)
+                    if SCALARS:
+                        fill(out_scalars_ptr, float("nan"), 0, num_tokens.to(tl.int64) * TOP_K, BLOCK_COLS)
             tl.store(state_ptr, number)
             tl.store(state_ptr + 1, number)
             tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
@@ -286,13 +312,15 @@ def launch_combine(
     out: torch.Tensor,
     give: Tile,
     take: Tile,
+    scalars: Scalars | None = None,
 ) -> None:
     """A `fast` combine of `rows [R, D]` with weights `[R]` float32 by row, or None, into `out [T, D]`.
 
-    `give` and `take` are the tiles of those programs that push and of those that add up.
+    `give` and `take` are the tiles of those programs that push and of those that add up; `scalars` come home with the
+    rows. Once a wait was given up, `out` and what is told of scalars are NaN.
     """
     slots = range(routes.row_of_slot.shape[2])
-    _launch_round(board, opening, staging, routes, rows, weights, None, None, slots, out, give, take)
+    _launch_round(board, opening, staging, routes, rows, weights, None, None, slots, out, give, take, scalars)
 
 
 def launch_combine_slot(
@@ -313,7 +341,7 @@ def launch_combine_slot(
     Slots come in ascending order; `sums [T, D]` float32 keeps what the last one rounds into `out [T, D]`.
     """
     one = range(slot, slot + 1)
-    _launch_round(board, opening, staging, routes, rows, None, weights, sums, one, out, give, take)
+    _launch_round(board, opening, staging, routes, rows, None, weights, sums, one, out, give, take, None)
 
 
 def _launch_round(
@@ -329,9 +357,13 @@ def _launch_round(
     out: torch.Tensor,
     give: Tile,
     take: Tile,
+    scalars: Scalars | None,
 ) -> None:
     (_, bound, top_k), rows = routes.row_of_slot.shape, rows.contiguous()
     num_gives, num_takes = give.grid_of(bound * board.ep_size), take.grid_of(out.shape[0])
+    riding = (rows, rows, staging.table, out)
+    if scalars is not None:
+        riding = (scalars.values.contiguous(), scalars.slips.own, scalars.slips.table, scalars.out)
 
     def run(num_programs: int, num_givers: int, *, gives: bool, takes: bool) -> None:
         launch(
@@ -339,16 +371,17 @@ def _launch_round(
             rows, routes.row_of_slot, rows if row_weights is None else row_weights.contiguous(),
             staging.own, staging.table, routes.home_of_slot,
             rows if slot_weights is None else slot_weights.contiguous(), out if sums is None else sums, out,
-            routes.sent, board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
+            routes.sent, *riding,
+            board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
             varying(slots.start),
             staging.own.shape[1], out.shape[1], staging.chunk_len, num_givers,
             GIVES=gives, TAKES=takes, FUSED=board.fused,
-            WEIGHTED=row_weights is not None or slot_weights is not None,
+            WEIGHTED=row_weights is not None or slot_weights is not None, SCALARS=scalars is not None,
             BY_SLOT=sums is not None, FIRST=slots.start == 0, LAST=slots.stop == top_k,
-            TOP_K=top_k, GIVE_PARTS=give.parts_of(bound * board.ep_size),
+            TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), GIVE_PARTS=give.parts_of(bound * board.ep_size),
             TAKE_PARTS=take.parts_of(out.shape[0]), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
             POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=give.warps,
-            helpers=(*SIGNALLING, *PUSHING, round_to, fill, give_shares, add_ranks, add_slot),
+            helpers=(*SIGNALLING, *PUSHING, *RIDING, round_to, fill, give_shares, add_ranks, add_slot),
             **give.constants, **board.constants,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from .blocks import Tile
 from .launch import launch
 from .publish import Opening
-from .push import PUSHING, Staging, push_chunks
+from .push import PUSHING, Staging, begin_moving, push_chunks
 from .signal import (
     CHUNKS,
     ENDLESS,
@@ -25,14 +25,11 @@ from .signal import (
     SIGNALLING,
     STAGING,
     Board,
-    begin_call,
     come,
     have_come,
     launch_tell,
     launch_wait,
-    tell,
     varying,
-    wait_for,
 )
 from .spread import SPREADING, end_round, fill_padding, forget_claims, spread_chunks
 
@@ -131,19 +128,10 @@ def move_rows_kernel(
     if PUSHES:
         if first < num_pushers:
             if BEGINS:
-                if first == 0:
-                    begin_call(state_ptr, desk_ptr, call, FUSED)
-                    tl.store(sent_ptr, tl.load(sent_ptr) + tl.load(num_sent_ptr))
-                if FUSED:
-                    free = tl.load(state_ptr + 1)
-                    wait_for(
-                        signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False,
-                        EP_SIZE, EP_BLOCK,
-                    )  # fmt: skip
-                    if first == 0:  # for ranks that dispatch instead
-                        tell(
-                            table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK
-                        )
+                begin_moving(
+                    signals_ptr, table_ptr, state_ptr, desk_ptr, num_sent_ptr, sent_ptr, number, digest, rank, call,
+                    first, FUSED, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+                )  # fmt: skip
             push_chunks(
                 x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, max_tokens,
                 first, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, TOP_K, PUSH_PARTS, NUM_CHUNKS,

@@ -64,6 +64,12 @@ class Routing(NamedTuple):
     sent: torch.Tensor
 
 
+def new_scores(board: Board, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised `[R]` float32 twice, for what a dispatch writes twice: one is the caller's, one stays as it is."""
+    row_scores = torch.empty(num_rows, dtype=torch.float32, device=board.device)
+    return row_scores, torch.empty(num_rows, dtype=torch.float32, device=board.device)
+
+
 def publish_routing_kernel(
     signals_ptr, table_ptr, state_ptr, desk_ptr,
     ids_ptr,  # [T, K] int64 or int32

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .signal import is_last, may_lay_out, tell, wide
+from .signal import begin_call, is_last, may_lay_out, tell, wait_for, wide
 
 
 class Staging(NamedTuple):
@@ -60,6 +60,22 @@ def part_of(table_ptr, there, rank, max_tokens, hidden_dim, dtype: tl.constexpr)
     return tl.multiple_of(staging_ptr, 16) + wide(rank) * max_tokens * hidden_dim
 
 
+def begin_moving(
+    signals_ptr, table_ptr, state_ptr, desk_ptr, num_sent_ptr, sent_ptr, number, digest, rank, call, first,
+    FUSED: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, POLLS: tl.constexpr,
+    POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Begin round `number`, which has no routing, and wait until staging is free (pattern free); by all that push."""
+    if first == 0:
+        begin_call(state_ptr, desk_ptr, call, FUSED)
+        tl.store(sent_ptr, tl.load(sent_ptr) + tl.load(num_sent_ptr))
+    if FUSED:
+        free = tl.load(state_ptr + 1)
+        wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
+        if first == 0:  # for ranks that dispatch instead
+            tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+
+
 def push_chunks(
     x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, max_tokens, first,
     step, hidden_dim, x_stride, chunk_len,
@@ -101,4 +117,4 @@ def push_chunks(
                 )  # fmt: skip
 
 
-PUSHING = (tell_empty_chunks, tell_if_last, part_of, push_chunks)
+PUSHING = (begin_moving, tell_empty_chunks, tell_if_last, part_of, push_chunks)

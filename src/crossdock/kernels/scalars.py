@@ -1,8 +1,14 @@
-"""One float32 per row, back to the slot it came from.
+"""One float32 per row, back to the slot it came from: pushed into the slips of the slot's rank, which takes it there.
 
-Two ranks, one slot a token. Rank 0 has `row_of_slot = [[[0]], [[1]]]` and values `[7, 9]`: it lays out 7 for rank 0's
-token and 9 for rank 1's. Rank 1, whose token has its expert on rank 0 (`home_of_slot = [[0]]`), fetches `[[9]]`; where
-`home_of_slot` is -1 it takes 0, and so it does where a slot was dropped.
+Two ranks, one slot a token. Rank 0 has `row_of_slot = [[[0]], [[1]]]` and values `[7, 9]`: it pushes 7 into its own
+slips and 9 into those of rank 1, both to `[0, 0, 0]`: from rank 0, token 0, slot 0. Rank 1, whose token has its
+expert on rank 0 (`home_of_slot = [[0]]`), takes `[[9]]`; where `home_of_slot` is -1 it takes 0, and so it does where a
+slot was dropped.
+
+Here that is a round of its own; with a `fast` combine scalars ride in the round of the rows (`combine.py`). Either way,
+whoever pushes them has waited until all ranks have read what was pushed last, be it slips, rows or routing (`STAGING`
+in `state`). Heeding slips alone would let them go out while a slow rank still reads the rows of the round before, which
+gains next to nothing: nobody ends a round before that rank has come to it, and it comes when it has read.
 """
 
 from __future__ import annotations
@@ -15,14 +21,15 @@ import triton.language as tl
 from .blocks import up_to
 from .launch import launch
 from .publish import Opening
+from .push import part_of
 from .signal import (
     CHUNKS,
     ENDLESS,
     NUM_CHUNKS,
     POLLS_PER_LOOK,
     READ,
-    SCALARS,
     SIGNALLING,
+    STAGING,
     Board,
     begin_call,
     count_wait,
@@ -42,19 +49,56 @@ _MAX_PROGRAMS = 32
 
 
 class Slips(NamedTuple):
-    """Where scalars are laid out, and how they are found.
+    """Where ranks push scalars.
 
     Attributes:
-        own: `[ep_size, max_tokens, K]` float32, shared: for every source rank's slots.
+        own: `[ep_size, max_tokens, K]` float32, shared: part q is what rank q pushes for this rank's slots.
         table: `[ep_size]` int64: addresses of all ranks' ones.
-        row_of_slot: `[ep_size, S, K]` int32: rows here.
-        home_of_slot: `[T, K]` int32: ranks of this rank's slots.
     """
 
     own: torch.Tensor
     table: torch.Tensor
-    row_of_slot: torch.Tensor
-    home_of_slot: torch.Tensor
+
+
+class Scalars(NamedTuple):
+    """Scalars that ride home with rows.
+
+    Attributes:
+        values: `[R]` float32: of the rows here.
+        out: `[T, K]` float32: of this rank's slots, 0 where one has no row.
+        slips: see there.
+    """
+
+    values: torch.Tensor
+    out: torch.Tensor
+    slips: Slips
+
+
+# -- for kernels to call ----------------------------------------------------------------------------------------------
+
+
+def slots_of(token, in_range, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr):
+    """The slots of tokens `[N]`, counted over all tokens: `[N, TOP_K_BLOCK]`; and which there are."""
+    slot = tl.arange(0, TOP_K_BLOCK)[None, :]
+    return token[:, None] * TOP_K + slot, in_range[:, None] & (slot < TOP_K)
+
+
+def scalars_of(values_ptr, row_of_slot_ptr, slot, inside):
+    """The scalars of one rank's slots, 0 where one was dropped; and which slots are here, dropped ones among them."""
+    row = tl.load(row_of_slot_ptr + slot, mask=inside, other=-1).to(tl.int64)
+    return tl.load(values_ptr + row, mask=row >= 0, other=0.0), row != -1
+
+
+def pushed_for(slips_ptr, home_ptr, slot, inside, max_slots):
+    """What has been pushed for slots of this rank into its slips, 0 where one has no expert."""
+    home = tl.load(home_ptr + slot, mask=inside, other=-1)
+    return tl.load(slips_ptr + wide(home) * max_slots + slot, mask=home >= 0, other=0.0)
+
+
+RIDING = (slots_of, scalars_of, pushed_for)
+
+
+# -- a round of their own ---------------------------------------------------------------------------------------------
 
 
 def swap_scalars_kernel(
@@ -81,7 +125,7 @@ def swap_scalars_kernel(
     POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Lay out slots, tell, wait, fetch slots (patterns free, publish, acquire)."""
+    """Push scalars, tell, wait, take those of own slots (patterns free, publish, acquire)."""
     first, step = tl.program_id(0), tl.num_programs(0)
     number = tl.load(state_ptr)
     if FUSED:
@@ -91,7 +135,7 @@ def swap_scalars_kernel(
         if first == 0:
             begin_call(state_ptr, desk_ptr, call, FUSED)
         if FUSED:
-            free = tl.load(state_ptr + 3)
+            free = tl.load(state_ptr + 1)
             wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
             if first == 0:  # for ranks that dispatch instead
                 tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
@@ -100,10 +144,9 @@ def swap_scalars_kernel(
         for block in range(first, EP_SIZE * num_blocks, step):
             to_rank = wide(block // num_blocks)
             slot = wide(block % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-            inside = slot < num_there
-            row = tl.load(row_of_slot_ptr + to_rank * num_there + slot, mask=inside, other=-1).to(tl.int64)
-            value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
-            tl.store(slips_ptr + to_rank * max_slots + slot, value, mask=inside & (row != -1) & may)
+            value, known = scalars_of(values_ptr, row_of_slot_ptr + to_rank * num_there, slot, slot < num_there)
+            there_ptr = part_of(slips_table_ptr, to_rank, rank, max_slots, 1, tl.float32)
+            tl.store(there_ptr + slot, value, mask=known & may)
         if FUSED:
             if is_last(state_ptr, 9, step):
                 word = 6 + number % 2 * NUM_CHUNKS
@@ -116,24 +159,33 @@ def swap_scalars_kernel(
             )
         for block in range(first, (num_here + BLOCK - 1) // BLOCK, step):
             slot = wide(block) * BLOCK + tl.arange(0, BLOCK)
-            home = tl.load(home_ptr + slot, mask=slot < num_here, other=-1)
-            slips = tl.load(slips_table_ptr + home, mask=home >= 0, other=0).to(tl.pointer_type(tl.float32))
-            at = wide(rank) * max_slots + slot
-            tl.store(out_ptr + slot, tl.load(slips + at, mask=home >= 0, other=0.0), mask=slot < num_here)
+            inside = slot < num_here
+            tl.store(out_ptr + slot, pushed_for(slips_ptr, home_ptr, slot, inside, max_slots), mask=inside)
         if FUSED:
             if is_last(state_ptr, 8, step):
                 if tl.load(state_ptr + 4) != 0:
                     fill(out_ptr, float("nan"), 0, num_here, BLOCK)
                 tl.store(state_ptr, number)
-                tl.store(state_ptr + 3, number)
+                tl.store(state_ptr + 1, number)
                 tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
                 count_wait(state_ptr, desk_ptr, 6)
 
 
-def launch_swap_scalars(board: Board, opening: Opening, slips: Slips, values: torch.Tensor) -> torch.Tensor:
-    """Bring `values [R]` float32 home: `[T, K]`, 0 where a slot has no expert."""
-    (ep_size, bound, top_k), values = slips.row_of_slot.shape, values.contiguous()
-    out = torch.empty(slips.home_of_slot.shape, dtype=torch.float32, device=board.device)
+def launch_swap_scalars(
+    board: Board,
+    opening: Opening,
+    slips: Slips,
+    values: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    home_of_slot: torch.Tensor,
+) -> torch.Tensor:
+    """Bring `values [R]` float32 home: `[T, K]`, 0 where a slot has no row.
+
+    `row_of_slot [ep_size, S, K]` int32 tells the rows here of all ranks' slots, `home_of_slot [T, K]` int32 the ranks
+    of this rank's slots. Once a wait was given up, the result is NaN.
+    """
+    (ep_size, bound, top_k), values = row_of_slot.shape, values.contiguous()
+    out = torch.empty(home_of_slot.shape, dtype=torch.float32, device=board.device)
     most = max(bound, out.shape[0]) * top_k
     block = _CUDA_BLOCK if board.fused else up_to(_CPU_BLOCK, most)
 
@@ -141,20 +193,20 @@ def launch_swap_scalars(board: Board, opening: Opening, slips: Slips, values: to
         programs = min(_MAX_PROGRAMS, max(1, ep_size * -(-most // block))) if board.fused else 1
         launch(
             swap_scalars_kernel, (programs,), board.device, *board.tensors,
-            values, slips.row_of_slot, slips.own, slips.table, slips.home_of_slot, out,
+            values, row_of_slot, slips.own, slips.table, home_of_slot, out,
             board.rank, opening.digest, varying(opening.number), varying(bound * top_k), varying(out.numel()),
             slips.own.shape[1] * top_k,
             GIVES=gives, TAKES=takes, FUSED=board.fused, NUM_CHUNKS=NUM_CHUNKS, BLOCK=block,
             POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            num_warps=4, helpers=(*SIGNALLING, fill), **board.constants,
+            num_warps=4, helpers=(*SIGNALLING, part_of, *RIDING, fill), **board.constants,
         )  # fmt: skip
 
     if board.fused:
         run(gives=True, takes=True)
         return out
-    launch_wait(board, READ, opening.digest, buffer=SCALARS)
+    launch_wait(board, READ, opening.digest, buffer=STAGING)
     run(gives=True, takes=False)
-    launch_tell(board, CHUNKS, opening.digest, buffer=SCALARS, begins=True)
+    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
     run(gives=False, takes=True)
     launch_tell(board, READ, opening.digest)

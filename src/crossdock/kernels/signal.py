@@ -58,8 +58,8 @@ ARRIVED_SMALL, BROUGHT = CHUNKS + 2 * NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS + 1  #
 NUM_WORDS = BROUGHT + 2
 ROUND_SHIFT = 31  # a digest has so many bits
 
-# Places in `state`: the last round; for every buffer the last round that it was used in; then the rest.
-ROUND, STAGING, SCALARS = 0, 1, 3
+# Places in `state`: the last round; the last one in which ranks pushed what `READ` frees, whatever buffer; the rest.
+ROUND, STAGING = 0, 1
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
 INBOX = 11  # rounds of small batches; 12 and 13 are of `stress.py`
 ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
@@ -108,6 +108,11 @@ class Board(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether kernels wait and tell by themselves; in the interpreter launches of their own do."""
+        return self.state.is_cuda
+
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels are compiled: in the interpreter conversions to bfloat16 do not round."""
         return self.state.is_cuda
 
     @property

@@ -46,7 +46,8 @@ class Inbox(NamedTuple):
     Attributes:
         rows: `[2, ep_size, S_max, D]`, shared: tokens by source rank.
         places: `[2, ep_size, S_max, K]` int32, shared: `expert here * PLACES + slots of it before this one`, or -1.
-        scores: `[2, ep_size, S_max, K]` float32, shared.
+        scores: `[2, ep_size, S_max, K]` float32, shared: of slots by source rank; or scalars that a combine brings this
+            rank's slots, by the rank that has pushed them.
         counts: `[2, ep_size, e]` int32, shared: slots by source rank and expert here.
         shares: `[2, ep_size, S_max, D]`, shared: what a combine brings this rank's tokens from every rank.
         tables: `[5, ep_size]` int64: the addresses of all ranks' buffers, in the order above.

@@ -3,6 +3,10 @@
 The sums are those of `combine.py`, to the bit; what differs is who moves them. Two ranks, one token of rank 1 with a
 slot on each: rank 0's rows give `[2]` and rank 1's `[3]`. Both lie in the inbox of rank 1 then, at `[half, 0, 0]` and
 `[half, 1, 0]`, and their sum is `[5]`.
+
+Scalars ride along where a dispatch's scores lie: a round of either kind has half of the whole inbox to itself. If the
+rows have scalars 7 on rank 0 and 8 on rank 1, the scores in the inbox of rank 1 are 7 at `[half, 0, 0, 0]` and 8 at
+`[half, 1, 0, 1]`, and its token's slots get `[[7, 8]]`.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .blocks import up_to
+from .blocks import power_of_two, up_to
 from .launch import launch
 from .publish import Opening
 from .rounding import round_to
+from .scalars import RIDING, Scalars, pushed_for, scalars_of, slots_of
 from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying, wide
 from .small import (
     SMALL,
@@ -34,9 +39,10 @@ from .small import (
 
 
 def push_shares(
-    rows_ptr, row_of_slot_ptr, weights_ptr, shares_table_ptr, half, bound, hidden_dim, max_tokens, rank, first, step,
-    WEIGHTED: tl.constexpr, TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, shares_table_ptr, scores_table_ptr, half, bound, hidden_dim,
+    max_tokens, rank, first, step,
+    WEIGHTED: tl.constexpr, SCALARS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr,
+    EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up tiles of every rank's tokens over the slots that are here, and push them to that rank."""
     num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
@@ -53,6 +59,10 @@ def push_shares(
         for slot in tl.static_range(TOP_K):
             at = row_of_slot_ptr + (wide(to_rank) * bound + token) * TOP_K + slot
             rows += (tl.load(at, mask=in_range, other=-1),)  # type: ignore[assignment]
+        if SCALARS:
+            at_slot, wanted = slots_of(token, in_range & (part == 0), TOP_K, TOP_K_BLOCK)
+            slots_ptr = row_of_slot_ptr + wide(to_rank) * bound * TOP_K
+            scalar, here = scalars_of(scalars_ptr, slots_ptr, at_slot, wanted)
         weights = ()
         if WEIGHTED:
             for slot in tl.static_range(TOP_K):
@@ -70,14 +80,20 @@ def push_shares(
         at = ((half * EP_SIZE + rank) * max_tokens + token)[:, None] * hidden_dim + col[None, :]
         rounded = round_to(acc, rows_ptr.dtype.element_ty)
         tl.store(shares_ptr + at, rounded, mask=(known > 0)[:, None] & inside)
+        if SCALARS:
+            scores_ptr = tl.load(scores_table_ptr + to_rank).to(tl.pointer_type(tl.float32))
+            scores_ptr = tl.multiple_of(scores_ptr, 16) + (half * EP_SIZE + rank) * max_tokens * TOP_K
+            tl.store(scores_ptr + at_slot, scalar, mask=here)
         if (part == 0) & (to_rank != rank):
             num_sent += tl.reduce(known, 0, tl.standard._sum_combine)
     return num_sent
 
 
 def add_shares(
-    inbox_ptr, home_ptr, out_ptr, half, num_tokens, hidden_dim, max_tokens, first, step,
-    TOP_K: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    inbox_ptr, inbox_scores_ptr, home_ptr, out_ptr, out_scalars_ptr, half, num_tokens, hidden_dim, max_tokens, first,
+    step,
+    SCALARS: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up every rank's share of tiles of this rank's tokens, in the order of ranks."""
     num_parts = (hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS
@@ -86,6 +102,10 @@ def add_shares(
         token = wide(tile // num_parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         col = tile % num_parts * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         in_range, inside = token < num_tokens, (col < hidden_dim)[None, :]
+        if SCALARS:
+            at_slot, wanted = slots_of(token, in_range & (tile % num_parts == 0), TOP_K, TOP_K_BLOCK)
+            slips_ptr = inbox_scores_ptr + half * EP_SIZE * max_tokens * TOP_K
+            scalar = pushed_for(slips_ptr, home_ptr, at_slot, wanted, max_tokens * TOP_K)
         ranks = tl.full((BLOCK_ROWS,), 0, tl.int32)  # one bit each
         for slot in tl.static_range(TOP_K):
             home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
@@ -99,6 +119,8 @@ def add_shares(
             acc = tl.where(present, acc + value, acc)
         rounded = round_to(acc, out_ptr.dtype.element_ty)
         tl.store(out_ptr + token[:, None] * hidden_dim + col[None, :], rounded, mask=in_range[:, None] & inside)
+        if SCALARS:
+            tl.store(out_scalars_ptr + at_slot, scalar, mask=wanted)
 
 
 def combine_small_kernel(
@@ -107,10 +129,13 @@ def combine_small_kernel(
     row_of_slot_ptr,  # [EP, S, K] int32
     weights_ptr,  # [R] float32
     inbox_shares_ptr,  # [2, EP, S_max, D]
-    shares_table_ptr,  # [EP] int64: addresses of all ranks' ones
+    inbox_scores_ptr,  # [2, EP, S_max, K] float32
+    inbox_tables_ptr,  # [5, EP] int64: addresses of all ranks' inboxes, see `small.Inbox`
     home_ptr,  # [T, K] int32: rank of each slot's expert, -1 none
     out_ptr,  # [T, D]
     sent_ptr,  # [1] int64, added to
+    scalars_ptr,  # [R] float32
+    out_scalars_ptr,  # [T, K] float32
     rank,
     digest,
     call,  # `varying`: its number
@@ -122,7 +147,9 @@ def combine_small_kernel(
     TAKES: tl.constexpr,
     FUSED: tl.constexpr,  # whether this kernel waits
     WEIGHTED: tl.constexpr,
+    SCALARS: tl.constexpr,  # whether scalars ride with the rows
     TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
     EP_BLOCK: tl.constexpr,
@@ -151,8 +178,9 @@ def combine_small_kernel(
         if given_up == 0:
             if worker >= 0:
                 num_sent = push_shares(
-                    rows_ptr, row_of_slot_ptr, weights_ptr, shares_table_ptr, half, bound, hidden_dim,
-                    max_tokens, rank, worker, workers, WEIGHTED, TOP_K, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
+                    rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, inbox_tables_ptr + 4 * EP_SIZE,
+                    inbox_tables_ptr + 2 * EP_SIZE, half, bound, hidden_dim, max_tokens, rank, worker, workers,
+                    WEIGHTED, SCALARS, TOP_K, TOP_K_BLOCK, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
                 )  # fmt: skip
             if first == 0:
                 tell_call(words, number, digest, rank, NUM_CHUNKS, EP_SIZE, EP_BLOCK)
@@ -176,14 +204,16 @@ def combine_small_kernel(
     if TAKES:
         if (worker >= 0) & (code == 1):
             add_shares(
-                inbox_shares_ptr, home_ptr, out_ptr, half, num_tokens, hidden_dim, max_tokens, worker, workers,
-                TOP_K, EP_SIZE, TAKEN_ROWS, BLOCK_COLS,
+                inbox_shares_ptr, inbox_scores_ptr, home_ptr, out_ptr, out_scalars_ptr, half, num_tokens, hidden_dim,
+                max_tokens, worker, workers, SCALARS, TOP_K, TOP_K_BLOCK, EP_SIZE, TAKEN_ROWS, BLOCK_COLS,
             )  # fmt: skip
         if code > 1:
             poison(out_ptr, num_tokens.to(tl.int64) * hidden_dim, first, programs, BLOCK_COLS)
+            if SCALARS:
+                poison(out_scalars_ptr, num_tokens.to(tl.int64) * TOP_K, first, programs, BLOCK_COLS)
 
 
-HELPERS = (*SIGNALLING, *SMALL, round_to, push_shares, add_shares)
+HELPERS = (*SIGNALLING, *SMALL, *RIDING, round_to, push_shares, add_shares)
 
 
 def launch_combine_small(
@@ -196,24 +226,29 @@ def launch_combine_small(
     home_of_slot: torch.Tensor,
     sent: torch.Tensor,
     out: torch.Tensor,
+    scalars: Scalars | None = None,
 ) -> None:
     """A `fast` combine of `rows [R, D]` with weights `[R]` float32 by row, or None, into `out [T, D]`.
 
     `row_of_slot [ep_size, S, K]` int32 with S at most S_max, and `home_of_slot [T, K]` int32, are a dispatch's. Rows
-    that other ranks get are added to `sent [1]` int64. Once a wait was given up, `out` is NaN.
+    that other ranks get are added to `sent [1]` int64. `scalars` come home with the rows, through the inbox. Once a
+    wait was given up, `out` and what is told of scalars are NaN.
     """
     (_, bound, top_k), (num_tokens, hidden_dim), rows = row_of_slot.shape, out.shape, rows.contiguous()
     sizes = _sizes(board.state.is_cuda, board.ep_size, inbox.max_programs, bound, hidden_dim, out.element_size())
     weights_or_any = rows if weights is None else weights.contiguous()
+    values, out_scalars = (rows, out) if scalars is None else (scalars.values.contiguous(), scalars.out)
 
     def run(programs: int, *, pushes: bool, takes: bool) -> None:
         launch(
             combine_small_kernel, (programs,), board.device, *board.tensors,
-            rows, row_of_slot, weights_or_any, inbox.shares, inbox.tables[4], home_of_slot, out, sent,
+            rows, row_of_slot, weights_or_any, inbox.shares, inbox.scores, inbox.tables, home_of_slot, out, sent,
+            values, out_scalars,
             board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
             inbox.max_tokens, hidden_dim // 8,
             PUSHES=pushes, TAKES=takes, FUSED=board.fused, WEIGHTED=weights is not None,
-            TOP_K=top_k, NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
+            SCALARS=scalars is not None, TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), NUM_CHUNKS=NUM_CHUNKS,
+            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
             helpers=HELPERS, **sizes.constants, **board.constants,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .blocks import power_of_two, up_to
 from .launch import launch
-from .publish import Opening
+from .publish import Opening, new_scores
 from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying
 from .small import (
     SMALL,
@@ -79,6 +79,7 @@ def dispatch_small_kernel(
     ends_ptr,  # [e] int32
     bad_ids_ptr,  # [EP] int64
     row_scores_ptr,  # [R] float32
+    kept_scores_ptr,  # [R] float32: the same once more
     out_ptr,  # [R, D]
     rank,
     digest,
@@ -123,6 +124,7 @@ def dispatch_small_kernel(
         number += 1
         small += 1
     half = small % 2
+    row_scores_ptrs = (row_scores_ptr, kept_scores_ptr)
     peer = tl.arange(0, EP_BLOCK)
     words = tl.load(table_ptr + peer, mask=peer < EP_SIZE, other=0).to(tl.pointer_type(tl.int64))
     given_up = agreed(state_ptr + 4)
@@ -197,18 +199,19 @@ def dispatch_small_kernel(
                     bound, hidden_dim, x_stride, max_tokens, rank, TOP_K, EP_SIZE, TAKEN_ROWS, BLOCK_COLS,
                 )  # fmt: skip
                 place_tile(
-                    value, brought, places, inbox_scores_ptr, groups, row_of_slot_ptr, row_scores_ptr, out_ptr, half,
+                    value, brought, places, inbox_scores_ptr, groups, row_of_slot_ptr, row_scores_ptrs, out_ptr, half,
                     tile, bound, hidden_dim, max_tokens, rank, alive, NUM_LOCAL, TOP_K, PLACES, EP_SIZE, TAKEN_ROWS,
                     BLOCK_COLS,
                 )  # fmt: skip
                 value, brought, places = next_value, next_brought, next_places
             if ALIGNMENT > 1:
                 clear_padding(
-                    groups, row_scores_ptr, out_ptr, hidden_dim, worker, workers, NUM_LOCAL, EP_SIZE, BLOCK_COLS
+                    groups, row_scores_ptrs, out_ptr, hidden_dim, worker, workers, NUM_LOCAL, EP_SIZE, BLOCK_COLS
                 )
         if code > 1:
             poison(out_ptr, num_rows.to(tl.int64) * hidden_dim, first, programs, BLOCK_COLS)
             poison(row_scores_ptr, num_rows, first, programs, BLOCK_COLS)
+            poison(kept_scores_ptr, num_rows, first, programs, BLOCK_COLS)
 
 
 HELPERS = (*SIGNALLING, *SMALL, *SENDING, *RECEIVING)
@@ -226,7 +229,7 @@ def launch_dispatch_small(
     alignment: int,
     num_experts: int,
     out: torch.Tensor,
-) -> tuple[SmallGroups, torch.Tensor]:
+) -> tuple[SmallGroups, tuple[torch.Tensor, torch.Tensor]]:
     """A whole dispatch of `x [T, D]`, which no rank has more than `bound` tokens of, into `out [R, D]`.
 
     Args:
@@ -243,15 +246,15 @@ def launch_dispatch_small(
         out: R is the capacity.
 
     Returns:
-        The groups, and `row_scores [R]` float32, 0 on padding rows. Once a wait was given up there are no groups, and
-        rows and scores are NaN.
+        The groups, and `row_scores [R]` float32, 0 on padding rows, twice: each in memory of its own. Once a wait was
+        given up there are no groups, and rows and scores are NaN.
     """
     (num_tokens, top_k), num_local = ids.shape, num_experts // board.ep_size
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     ids, scores = ids.contiguous(), scores.contiguous()
     groups = _new_groups(board, bound, num_tokens, top_k, num_local)
-    row_scores = torch.empty(out.shape[0], dtype=torch.float32, device=board.device)
+    row_scores, kept_scores = new_scores(board, out.shape[0])
     sizes = _sizes(
         board.state.is_cuda, board.ep_size, inbox.max_programs, inbox.max_tokens, bound, top_k, num_local,
         out.shape[1], out.element_size(),
@@ -262,7 +265,7 @@ def launch_dispatch_small(
             dispatch_small_kernel, (programs,), board.device, *board.tensors,
             x, ids, scores, inbox.rows, inbox.places, inbox.scores, inbox.counts, inbox.tables, inbox.groups,
             groups.home_of_slot, groups.num_sent, sent, groups.row_of_slot, groups.padding, groups.tokens_per_expert,
-            groups.wanted, groups.expert_offsets, groups.bad_ids, row_scores, out,
+            groups.wanted, groups.expert_offsets, groups.bad_ids, row_scores, kept_scores, out,
             board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
             varying(out.shape[0]), inbox.max_tokens, out.shape[1] // 8, x.stride(0) // 8,
             PUSHES=pushes, TAKES=takes, FUSED=board.fused, ALIGNMENT=alignment, NUM_EXPERTS=num_experts,
@@ -276,7 +279,7 @@ def launch_dispatch_small(
         run(1, pushes=True, takes=False)
         launch_wait_small(board, opening.digest)
         run(1, pushes=False, takes=True)
-    return groups, row_scores
+    return groups, (row_scores, kept_scores)
 
 
 class _Sizes(NamedTuple):

@@ -69,7 +69,7 @@ def fetch_tile(
 
 
 def place_tile(
-    value, brought, places, scores_ptr, groups_ptr, row_of_slot_ptr, row_scores_ptr, out_ptr, half, tile, bound,
+    value, brought, places, scores_ptr, groups_ptr, row_of_slot_ptr, row_scores_ptrs, out_ptr, half, tile, bound,
     hidden_dim, max_tokens, rank, alive, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
     EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -96,11 +96,12 @@ def place_tile(
             row = rows[slot]
             tl.store(row_of_slot_ptr + (from_rank * bound + token) * TOP_K + slot, row, mask=token < bound)
             score = tl.load(scores_ptr + in_inbox * TOP_K + slot, mask=row >= 0, other=0.0)
-            tl.store(row_scores_ptr + row, score, mask=row >= 0)
+            tl.store(row_scores_ptrs[0] + row, score, mask=row >= 0)
+            tl.store(row_scores_ptrs[1] + row, score, mask=row >= 0)
 
 
 def clear_padding(
-    groups_ptr, row_scores_ptr, out_ptr, hidden_dim, first, step,
+    groups_ptr, row_scores_ptrs, out_ptr, hidden_dim, first, step,
     NUM_LOCAL: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Padding rows become zero, in parts of columns."""
@@ -113,7 +114,8 @@ def clear_padding(
         for row in range(begin, end):
             tl.store(out_ptr + wide(row) * hidden_dim + col, 0.0, mask=col < hidden_dim)
             if part % num_parts == 0:
-                tl.store(row_scores_ptr + row, 0.0)
+                tl.store(row_scores_ptrs[0] + row, 0.0)
+                tl.store(row_scores_ptrs[1] + row, 0.0)
 
 
 RECEIVING = (find_groups, fetch_tile, place_tile, clear_padding)

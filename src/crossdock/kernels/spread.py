@@ -112,14 +112,14 @@ def forget_claims(state_ptr):
 
 
 def end_round(
-    signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, scores_ptrs, number, digest, rank, bound, num_rows,
+    signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptrs, number, digest, rank, bound, num_rows,
     hidden_dim, programs,
     SCORED: tl.constexpr, NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
     BLOCK_COLS: tl.constexpr, POLLS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
     """The last of `programs` tells that this rank has read (pattern free); what was given up becomes NaN before.
 
-    That is `out_ptr [R, D]` and, with `SCORED`, both `scores_ptrs`, `[R]` each.
+    That is `out_ptr [R, D]` and, with `SCORED`, both `row_scores_ptrs`, `[R]` each.
     """
     if is_last(state_ptr, 8, programs):
         if bound == 0:  # then nobody has waited for this round yet
@@ -130,8 +130,8 @@ def end_round(
         if tl.load(state_ptr + 4) != 0:
             fill(out_ptr, float("nan"), 0, wide(num_rows) * hidden_dim, BLOCK_COLS)
             if SCORED:
-                fill(scores_ptrs[0], float("nan"), 0, wide(num_rows), BLOCK_COLS)
-                fill(scores_ptrs[1], float("nan"), 0, wide(num_rows), BLOCK_COLS)
+                fill(row_scores_ptrs[0], float("nan"), 0, wide(num_rows), BLOCK_COLS)
+                fill(row_scores_ptrs[1], float("nan"), 0, wide(num_rows), BLOCK_COLS)
         tl.store(state_ptr, number)
         tl.store(state_ptr + 1, number)
         forget_claims(state_ptr)

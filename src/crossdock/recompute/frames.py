@@ -46,8 +46,8 @@ class Recorded:
     Attributes:
         num_tokens: T.
         expert_ids: `[T, top_k]`, kept only where they are to be compared.
-        outputs: row scores `[R]`, tokens per expert, expert offsets, the call's number, the rows' end, then the
-            layout, as the operator returned them behind the rows.
+        outputs: tokens per expert, expert offsets, kept scores `[R]`, the call's number, the rows' end, then the
+            layout, as the operator returned them behind the rows and their scores.
         eager: whether eager code dispatched, not a compiled region, which selective checkpointing saves as a whole.
     """
 
@@ -72,13 +72,14 @@ class Recorded:
         return self.outputs[5:]
 
     def again(self) -> list[Tensor]:
-        """The outputs for another caller, who may write to those that are not the layout."""
-        return _for_a_caller(self.outputs)
+        """All outputs but the rows for another caller, who may write to the row scores and the two behind them."""
+        kept_scores = self.outputs[2]
+        return [kept_scores.clone(), *_for_a_caller(self.outputs)]
 
 
 def _for_a_caller(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Fresh copies of what a user sees. The rest is shared, but not as the objects that autograd marks."""
-    return [*(tensor.clone() for tensor in outputs[:3]), *(tensor.detach() for tensor in outputs[3:])]
+    return [*(tensor.clone() for tensor in outputs[:2]), *(tensor.detach() for tensor in outputs[2:])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +225,7 @@ def replay_of(layer: Layer, compiled: bool) -> Replay | None:
 
 
 def record(layer: Layer, compiled: bool, expert_ids: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Keep the dispatch that has just run, if a checkpointed region is in its forward. `outputs` are without rows."""
+    """Keep the dispatch that has just run, if a checkpointed region is in its forward; `outputs`: see `Recorded`."""
     active = _active.get()
     if active is None or active.replays:
         return

@@ -11,6 +11,7 @@ from ...kernels.signal import NUM_CHUNKS
 from ...kernels.small import fits_small
 from ..base import TransportSpec
 
+_A_TILE_EACH = 1 << 30  # programs: as many as there are tiles
 _CHUNK_MULTIPLE = 64  # of tokens: more than a tile's rows, and a multiple of them
 
 
@@ -24,6 +25,7 @@ class Plan(NamedTuple):
         spread: of those that spread them; these arrange before, where a dispatch is one launch.
         give: of the programs of a combine that push shares.
         take: of those that add them up.
+        weigh: of those that weigh gradients, while `push` programs push them.
         small: programs of a kernel for small batches, where it serves (see `kernels/small.py`); 0: the others do.
     """
 
@@ -33,6 +35,7 @@ class Plan(NamedTuple):
     spread: Tile
     give: Tile
     take: Tile
+    weigh: Tile
     small: int = 0
 
     @classmethod
@@ -50,13 +53,14 @@ class Plan(NamedTuple):
             half, quarter = max(1, spec.num_sms // 2), max(1, spec.num_sms // 4)
             rest, most = max(1, spec.num_sms - half), max(1, spec.num_sms - quarter)
             push, spread = tile(half, 8, 32), tile(rest, 8, 32)
-            give, take = tile(most, 8, 32), tile(quarter, 8, 32)
-            return cls(chunk_len, rest, push, spread, give, take, min(small, spec.num_sms))
+            give, take, weigh = tile(most, 8, 32), tile(quarter, 8, 32), tile(rest, 32, 32)
+            return cls(chunk_len, rest, push, spread, give, take, weigh, min(small, spec.num_sms))
         # Programs of a dispatch fit the device at once, two to a processor, those of a combine four: some wait for
-        # each other.
+        # each other. Those that weigh wait for nobody.
         pushers = sms if spec.ep_size > 1 else 1
         push, spread = tile(pushers, 2), tile(2 * sms - pushers)
-        return cls(chunk_len, sms, push, spread, tile(3 * sms, 2), tile(sms, 4), small)
+        weigh = tile(_A_TILE_EACH, 4, 4)
+        return cls(chunk_len, sms, push, spread, tile(3 * sms, 2), tile(sms, 4), weigh, small)
 
     def __str__(self) -> str:
         """Programs of each kernel at most, as `crossdock.explain` prints them."""

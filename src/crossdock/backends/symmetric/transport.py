@@ -23,11 +23,12 @@ from ...kernels.combine import Routes, launch_combine, launch_combine_slot
 from ...kernels.move import Moves, launch_move_rows, launch_push_rows, launch_spread_rows
 from ...kernels.publish import Opening, Routing, launch_publish_routing
 from ...kernels.push import Staging
-from ...kernels.scalars import Slips, launch_swap_scalars
+from ...kernels.scalars import Scalars, Slips, launch_swap_scalars
 from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, launch_tell, launch_wait
 from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
+from ...kernels.weigh import Weighed, launch_weigh_rows
 from ...memory.workspace import BufferSpec, Workspace, place_buffers
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
@@ -102,6 +103,7 @@ class SymmetricTransport(Transport):
         self.plan = Plan.of(spec, device)
         self._inbox = self._new_inbox()
         self._staging = Staging(self.workspace.own["staging"], self.workspace.table["staging"], self.plan.chunk_len)
+        self._slips = Slips(self.workspace.own["slips"], self.workspace.table["slips"])
         self._host_syncs = 0
         self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted on the device
         self._sent_other_bytes = 0
@@ -125,7 +127,7 @@ class SymmetricTransport(Transport):
             if not board.fused:
                 launch_push_rows(board, opening, moves, num_sent)
             routed = Routed(own["ids"], own["scores"], self._bound(call))
-            groups, row_scores, rows = self._arrange(opening, routed, moves, num_rows)
+            groups, (row_scores, kept_scores), rows = self._arrange(opening, routed, moves, num_rows)
             if not board.fused:
                 launch_spread_rows(board, opening, moves, groups.row_of_slot, groups.padding, rows)
         extent = x.new_empty(rows.shape[0], 0)
@@ -137,6 +139,7 @@ class SymmetricTransport(Transport):
             expert_offsets=groups.expert_offsets,
             layout=list(layout),
             demand=Demand(groups.wanted, groups.bad_ids),
+            kept_scores=kept_scores,
         )
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
@@ -148,33 +151,59 @@ class SymmetricTransport(Transport):
             launch_move_rows(self.rounds.board, opening, moves, there.row_of_slot, there.padding, rows, *sent)
         return rows
 
+    def combine_backward(
+        self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """On a GPU, where there is much to move, gradients are weighed on their way (see `kernels/weigh.py`)."""
+        if (self._inbox is not None and self.plan.small) or not self.rounds.board.fused:
+            return super().combine_backward(grad_out, rows, row_scores, layout, call)
+        there, opening, weigh = SymmetricLayout(*layout), self.rounds.open(call), self.plan.weigh
+        self._count_other(0)
+        moves = self._moves(grad_out if grad_out.stride(1) == 1 else grad_out.contiguous(), there.home_of_slot)
+        parts = row_scores.new_empty(-(-self.spec.hidden_dim // weigh.cols), row_scores.shape[0])
+        weighed = Weighed(rows.contiguous(), row_scores, self._rows_of(there), parts)
+        with self.rounds.waiting():
+            grad_row_scores = launch_weigh_rows(
+                self.rounds.board, opening, moves, weighed, weigh, there.row_of_slot, there.padding, there.num_sent,
+                self._sent_rows,
+            )  # fmt: skip
+        return weighed.out, self.scalars_home(grad_row_scores, layout, None)
+
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
         self._count_other(0)
+        if self.spec.reduction == "fast":
+            return self._combine_fast(opening, rows, None if weights is None else weights.of_rows, there, None)
         routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
         out, board = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board
         give, take = self.plan.give, self.plan.take
+        by_slot = None if weights is None else weights.of_slots
+        sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         with self.rounds.waiting():
-            if self.spec.reduction == "fast":
-                by_row = None if weights is None else weights.of_rows
-                if self._inbox is not None and self.plan.small:
-                    launch_combine_small(board, opening, self._inbox, rows, by_row, *routes, out)
-                    return out
-                launch_combine(board, opening, self._staging, routes, rows, by_row, out, give, take)
-                return out
-            by_slot = None if weights is None else weights.of_slots
-            sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
             for slot in range(self.spec.top_k):
                 launch_combine_slot(board, opening, self._staging, routes, rows, by_slot, slot, sums, out, give, take)
         return out
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
-        there, table = SymmetricLayout(*layout), self.workspace.table["slips"]
+        there = SymmetricLayout(*layout)
         opening = self.rounds.last_opening if call is None else self.rounds.open(call)
-        slips = Slips(self.workspace.own["slips"], table, there.row_of_slot, there.home_of_slot)
         self._count_other(there.home_of_slot.numel() * 4)
         with self.rounds.waiting():
-            return launch_swap_scalars(self.rounds.board, opening, slips, values)
+            return launch_swap_scalars(
+                self.rounds.board, opening, self._slips, values, there.row_of_slot, there.home_of_slot
+            )
+
+    def dispatch_backward(
+        self, grad_rows: torch.Tensor, grad_row_scores: torch.Tensor, layout: Layout, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With `fast` both come home in one round; `exact` brings the scalars in a round behind those of the rows."""
+        if self.spec.reduction != "fast":
+            return super().dispatch_backward(grad_rows, grad_row_scores, layout, call)
+        there, opening = SymmetricLayout(*layout), self.rounds.open(call)
+        self._count_other(there.home_of_slot.numel() * 4)
+        grad_scores = torch.empty(there.home_of_slot.shape, dtype=torch.float32, device=self.device)
+        scalars = Scalars(grad_row_scores, grad_scores, self._slips)
+        return self._combine_fast(opening, grad_rows, None, there, scalars), grad_scores
 
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
@@ -212,6 +241,10 @@ class SymmetricTransport(Transport):
         self.rounds.look()
 
     @property
+    def reads_slot_scores(self) -> bool:
+        return self.spec.reduction == "exact"
+
+    @property
     def workspace_bytes(self) -> int:
         return self.workspace.num_bytes
 
@@ -232,7 +265,7 @@ class SymmetricTransport(Transport):
     def close(self) -> None:
         self.rounds.close()
         self._inbox = None  # it shows the workspace
-        del self._staging
+        del self._staging, self._slips
         self.workspace.close()
 
     # -- parts of them -----------------------------------------------------------------------------------------------
@@ -259,7 +292,7 @@ class SymmetricTransport(Transport):
     ) -> Received:
         rows, spec = new_rows(num_rows, inbox.rows[0, 0]), self.spec
         with self.rounds.waiting():
-            groups, row_scores = launch_dispatch_small(
+            groups, (row_scores, kept_scores) = launch_dispatch_small(
                 self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_rows, bound,
                 spec.expert_alignment, spec.num_experts, rows,
             )  # fmt: skip
@@ -273,7 +306,26 @@ class SymmetricTransport(Transport):
             expert_offsets=groups.expert_offsets,
             layout=list(layout),
             demand=Demand(groups.wanted, groups.bad_ids),
+            kept_scores=kept_scores,
         )
+
+    def _combine_fast(
+        self,
+        opening: Opening,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        there: SymmetricLayout,
+        scalars: Scalars | None,
+    ) -> torch.Tensor:
+        """Rows `[R, D]`, with weights by row or None, added up at home, `[T, D]`; scalars ride along."""
+        routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
+        out, board, plan = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board, self.plan
+        with self.rounds.waiting():
+            if self._inbox is not None and plan.small:
+                launch_combine_small(board, opening, self._inbox, rows, weights, *routes, out, scalars)
+            else:
+                launch_combine(board, opening, self._staging, routes, rows, weights, out, plan.give, plan.take, scalars)
+        return out
 
     def _bound(self, call: Call) -> int:
         """S: what this rank knows of every rank's T without asking."""
@@ -289,8 +341,8 @@ class SymmetricTransport(Transport):
 
     def _arrange(
         self, opening: Opening, routed: Routed, moves: Moves, num_rows: int | None
-    ) -> tuple[Groups, torch.Tensor, torch.Tensor]:
-        """Arrange what all ranks have sent, with the scores of its rows, and the rows; on a GPU those are moved too."""
+    ) -> tuple[Groups, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Arrange what all ranks have sent, with both scores of its rows, and the rows; on a GPU those move too."""
         board, spec, programs = self.rounds.board, self.spec, self.plan.arrangers
         rows = None if num_rows is None else new_rows(num_rows, self._staging.own[0])
         moving = Moving(moves, rows) if board.fused and rows is not None else None
