@@ -13,7 +13,7 @@ from crossdock.bench.tables import as_markdown
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
-MARKED = re.compile(r"(<!-- (table|bench) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (table|bench|step) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BENCH_COLUMNS = ("SMs", "operation", "eager us", "% of f", "in a graph us", "% of f", "host us", "in grad mode")
 
 
@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def with_tables(page: str) -> str:
-    write = {"table": tables_of, "bench": bench_of}
+    write = {"table": tables_of, "bench": bench_of, "step": steps_of}
     return MARKED.sub(lambda found: found[1] + write[found[2]](found[3]) + found[4], page)
 
 
@@ -35,10 +35,9 @@ def tables_of(name: str) -> str:
 def bench_of(name: str) -> str:
     """A record of `crossdock bench`: a table for each workload and backend."""
     record = json.loads((RESULTS / f"{name}.json").read_text())
-    versions = ", ".join(f"{part} {version}" for part, version in record["versions"].items())
-    ceilings = record["ceilings"]
-    links = ", ".join(f"{kind} {ceilings[f'{kind}_gb_per_s']:.0f}" for kind in ("put", "get", "copy", "collective"))
-    head = f"`{record['command']}` on {', '.join(record['machine']['gpus'])}; {versions}. Ceilings, GB/s: {links}."
+    ceilings = {kind: record["ceilings"][f"{kind}_gb_per_s"] for kind in ("put", "get", "copy", "collective")}
+    links = ", ".join(f"{kind} {ceiling:.0f}" for kind, ceiling in ceilings.items() if ceiling is not None)
+    head = f"{_origin(record)} Ceilings, GB/s: {links}."
     figures: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for figure in record["figures"]:
         sizes = figure["workload"]
@@ -47,6 +46,37 @@ def bench_of(name: str) -> str:
         row = (str(figure["num_sms"] or "auto"), figure["operation"])
         figures.setdefault(title, {}).setdefault(row, {})[figure["mode"]] = figure
     return "\n".join([head, "", *(_bench_table(title, rows) for title, rows in figures.items()), ""])
+
+
+def steps_of(name: str) -> str:
+    """A record of `crossdock bench train-step`: a table for each routing."""
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    return "\n".join([_origin(record), "", *(_step_table(pair) for pair in record["pairs"]), ""])
+
+
+def _step_table(pair: dict[str, Any]) -> str:
+    kinds = [pair["waiting"], pair["sync_free"]]
+    lines = [
+        ("", *(kind["row_capacity"] for kind in kinds)),
+        ("---", "---:", "---:"),
+        ("step, ms (runs apart)", *(f"{kind['step_ms']:.1f} ({_number(kind['step_noise_pct'])} %)" for kind in kinds)),
+        (
+            "host, us a dispatch (runs apart)",
+            *(f"{kind['dispatch_host_us']:.0f} ({_number(kind['dispatch_host_noise_pct'])} %)" for kind in kinds),
+        ),
+        ("host reads of counts a step", *(f"{kind['runs'][0]['host_reads_per_step']:g}" for kind in kinds)),
+        ("device idle, %", *(f"{kind['device_idle_pct']:.1f}" for kind in kinds)),
+        ("rows of a layer, MB", *(f"{kind['runs'][0]['bytes_per_layer'] / 1e6:.1f}" for kind in kinds)),
+    ]
+    bits = "the same bits" if pair["same_bits"] else "DIFFERENT BITS"
+    title = f"{pair['routing'].capitalize()} routing, {pair['backend']}; losses of all steps: {bits}."
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def _origin(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{part} {version}" for part, version in record["versions"].items())
+    where = ", ".join(record["machine"]["gpus"] or [record["machine"]["processor"]])
+    return f"`{record['command']}` on {where}; {versions}."
 
 
 def _bench_table(title: str, rows: dict[tuple[str, str], dict[str, Any]]) -> str:

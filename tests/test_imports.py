@@ -29,6 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "names": set(),
     "types": set(),
     "ordering": set(),
+    "dynamo": set(),
     "kernels": set(),
     "permute": set(),
     "row_memory": set(),
@@ -54,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "opened": {
         "accounts",
         "backends.base",
+        "dynamo",
         "group",
         "inputs",
         "layer_sizes",

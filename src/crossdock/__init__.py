@@ -5,7 +5,7 @@ Importing it loads no Triton, no CUDA and no vendor library, and starts nothing.
 
 from __future__ import annotations
 
-from .backends.base import Backend
+from .backends.base import Backend, BackendTraits
 from .dispatcher import LayerView, TokenDispatcher
 from .errors import (
     BackendUnavailable,
@@ -16,25 +16,38 @@ from .errors import (
     InvalidInput,
     PeerTimeout,
 )
-from .overflow import OverflowGuard
-from .select import Explanation, explain
-from .types import Dispatched, DispatcherConfig, DispatcherStats, DispatchHandle, RowCapacity
+from .overflow import GuardStats, OverflowGuard
+from .select import Candidate, Explanation, explain
+from .types import (
+    Dispatched,
+    DispatcherConfig,
+    DispatcherStats,
+    DispatchHandle,
+    DispatchLayer,
+    LayerStats,
+    RowCapacity,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Backend",
+    "BackendTraits",
     "BackendUnavailable",
+    "Candidate",
     "CapacityOverflow",
     "ConfigError",
     "ContractViolation",
     "CrossdockError",
     "DispatchHandle",
+    "DispatchLayer",
     "Dispatched",
     "DispatcherConfig",
     "DispatcherStats",
     "Explanation",
+    "GuardStats",
     "InvalidInput",
+    "LayerStats",
     "LayerView",
     "OverflowGuard",
     "PeerTimeout",

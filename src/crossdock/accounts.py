@@ -6,6 +6,8 @@ it has counted becomes an error, a warning, or news for a guard.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 import weakref
 from typing import Protocol
@@ -19,6 +21,8 @@ from .inputs import refuse_late
 from .ledger import DeviceLedger, Drop, Entry, HostLedger, open_ledger
 from .row_capacity import tokens_of_call, what_to_change
 from .types import DispatcherConfig, LayerStats, OnOverflow
+
+_INSIDE = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (__file__, torch.__file__))
 
 
 class Guard(Protocol):
@@ -106,7 +110,7 @@ class Accounts:
         if unwatched is not None:
             self._has_warned = True
             idle = self._living_guard() is not None
-            warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=2)
+            warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=_level_of_caller())
         return None
 
     def of_layers(self) -> dict[str, LayerStats]:
@@ -142,6 +146,14 @@ class Accounts:
 
     def _open(self, device: torch.device) -> HostLedger | DeviceLedger:
         return open_ledger(self._config.expert_alignment, self._spec.num_local_experts, device)
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel`, for who warns, of the first frame that is neither this package's nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _advice(drop: Drop, rank: int, *, guard_is_idle: bool) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import operations
 from .accounts import Accounts
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
+from .dynamo import import_dynamo
 from .errors import BackendUnavailable, InvalidInput
 from .group.fingerprint import CallFacts
 from .group.members import Members
@@ -46,8 +47,7 @@ class OpenDispatcher:
 
     def __init__(self, config: DispatcherConfig, members: Members, spec: TransportSpec, backend: Backend) -> None:
         # The first operator call imports this, for seconds, and at another time on every rank: better before they meet.
-        import torch._dynamo
-
+        import_dynamo()
         self.config, self.spec, self.device = config, spec, members.device
         self.session, self.transport = _open(config, members, spec, backend)
         # Unlike that of any other opening or process: handles and exported programs cannot meet a stranger.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -80,6 +81,25 @@ def write_tables() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_what_means_nothing_is_left_out_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    workload = {"name": "own", "num_tokens": 4, "hidden_dim": 16, "num_experts": 4, "routing": "uniform"}
+    figure = {
+        "workload": workload, "backend": "symmetric", "capacity": "exact()", "num_sms": None, "operation": "dispatch",
+        "mode": "eager", "us": {"median": 12.34}, "pct_of_floor": None, "host_us": None, "host_grad_us": None,
+    }  # fmt: skip
+    record = {
+        "command": "crossdock bench", "machine": {"gpus": [], "processor": "x86_64"}, "versions": {"torch": "2.13.0"},
+        "ceilings": {"put_gb_per_s": None, "get_gb_per_s": None, "copy_gb_per_s": 7.6, "collective_gb_per_s": None},
+        "figures": [figure],
+    }  # fmt: skip
+    (tmp_path / "alone.json").write_text(json.dumps(record))
+    module = write_tables()
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    lines = module.bench_of("alone").splitlines()
+    assert lines[0] == "`crossdock bench` on x86_64; torch 2.13.0. Ceilings, GB/s: copy 8."
+    assert "| auto | dispatch | 12.3 |  |  |  |  |  |" in lines
 
 
 def test_tables_on_the_page_are_those_of_the_results():

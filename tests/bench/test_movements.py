@@ -314,16 +314,41 @@ def test_the_slowest_rank_is_the_headline():
     assert figure.pct_of_floor == pytest.approx(225.0)
     assert figure.gb_per_s == pytest.approx(4000 / 9.0 / 1e3)
     assert figure.noise_pct == pytest.approx(25.0)
+    assert figure.as_dict()["noise_pct"] == figure.noise_pct
     assert figure.skew_pct == pytest.approx(80.0)
+
+
+def test_figures_that_mean_nothing_are_none():
+    """Noise of one run, and the floor's share of an interpreter's time; no bar is held against that."""
+    figure = figure_of("train", DISPATCH, 111.0)
+    assert figure.noise_pct is None and figure.pct_of_floor == pytest.approx(111.0)
+    interpreted = figure_of("train", DISPATCH, 111.0, interpreted=True)
+    assert (interpreted.noise_pct, interpreted.pct_of_floor, interpreted.us.median) == (None, None, 111.0)
+    written = interpreted.as_dict()
+    assert (written["noise_pct"], written["pct_of_floor"]) == (None, None)
+    assert all(verdict.reached is None for verdict in hold_against_bars([interpreted]) if verdict.bar.unit == "f")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device_type", "interpreted"),
+    [("symmetric", "cpu", True), ("symmetric", "cuda", False), ("all_to_all", "cpu", False)],
+)
+def test_kernels_are_interpreted_on_a_cpu(backend: str, device_type: str, interpreted: bool):
+    assert Contender(backend=backend, capacity=EXACT).is_interpreted(device_type) == interpreted
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
 
 
-def figure_of(workload: str, operation: str, us: float, capacity: str = "rows") -> Figure:
+def figure_of(workload: str, operation: str, us: float, capacity: str = "rows", *, interpreted: bool = False) -> Figure:
     busy = RankBytes(100_000.0, 100_000.0, 0.0)  # a floor of 100 us
     contender = Contender(backend="symmetric", capacity=CapacityChoice(capacity))
-    rank = RankFigures(capacity="", times_us={(operation, "eager"): [[us]]}, host_us={operation: 50.0})
+    rank = RankFigures(
+        capacity="",
+        times_us={(operation, "eager"): [[us]]},
+        host_us={operation: 50.0},
+        interpreted=interpreted,
+    )
     traffic = {operation: (Traffic((busy,), (busy,)),)}
     return put_together(NAMED[workload], contender, [rank], traffic, CEILINGS)[0]
 

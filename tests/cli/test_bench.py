@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from crossdock.cli.bench.report import INTERPRETED
 from tests.cli.commands import crossdock, finished, typed
 
 SWEPT = ["--repeats", "2", "--runs", "2", "--hidden", "64", "--experts", "8", "--top-k", "2"]
@@ -53,6 +56,32 @@ def test_ranks_of_torchrun(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("figures, all checked before") == 1
     assert json.loads(record.read_text())["ranks"] == 2
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="kernels need triton")
+def test_figures_that_mean_nothing_are_left_out(tmp_path: Path):
+    """How far one run's medians lie apart, and the floor's share of an interpreter's time."""
+    record, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    done = crossdock(
+        "bench", "--device", "cpu", "--backend", "symmetric", "--backend", "all_to_all", "--repeats", "1", "--runs",
+        "1", "--tokens", "4", "--hidden", "16", "--experts", "4", "--top-k", "1", "--json", str(record), "--plot",
+        str(picture),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert INTERPRETED in done.stdout
+    titles = next(line for line in done.stdout.splitlines() if "noise %" in line)
+    noise, floor = (titles.index(title) + len(title) for title in ("noise %", "% of f"))  # columns are flush right
+    lines = [line for line in done.stdout.splitlines() if re.match(" +(symmetric|all_to_all), ", line)]
+    assert len(lines) == 12
+    for line in lines:
+        assert line[:noise].endswith(" -"), line
+        assert line[:floor].endswith(" -") == ("symmetric" in line), line
+    figures = {(f["backend"], f["operation"]): f for f in json.loads(record.read_text())["figures"]}
+    assert len(figures) == 12
+    for (backend, _), figure in figures.items():
+        assert figure["noise_pct"] is None
+        assert (figure["pct_of_floor"] is None) == (backend == "symmetric")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_one_rank_alone():

@@ -60,6 +60,7 @@ def test_ways_whose_losses_differ_are_told():
     assert not Pair(Measured(waiting, (run,)), Measured(free, (run, other))).same_bits
     both = Measured(free, (run, other))
     assert (both.middle("step_ms"), both.noise_pct("step_ms"), both.idle_pct) == (4.5, 25.0, 32.5)
+    assert Measured(free, (run,)).noise_pct("step_ms") is None  # nothing to compare it with
 
 
 WRONG = {

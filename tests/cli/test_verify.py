@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from crossdock.cli.verify.plan import Plan, make_plan
+from crossdock.cli.verify.progress import in_lines
 from crossdock.errors import ConfigError
+from crossdock.testing import CellResult
+from crossdock.testing.conformance import Status
 from tests.cli.commands import crossdock, finished, typed
 
 
@@ -49,6 +57,50 @@ def test_ranks_of_torchrun(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("conforms") == 1
     assert json.loads(record.read_text())["ranks"] == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_a_terminal_has_a_bar_and_no_lines():
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "crossdock.cli", "verify", "--backend", "local", "--only", "skewed"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as running:
+        os.close(theirs)
+        said = b"".join(parts(ours)).decode()
+    os.close(ours)
+    assert running.returncode == 0 and "━" in said and "verify: " not in said
+
+
+def parts(terminal: int) -> Iterator[bytes]:
+    with suppress(OSError):  # how Linux says that nobody has the other end any more
+        while part := os.read(terminal, 4096):
+            yield part
+
+
+def test_a_pipe_is_told_at_once_that_something_is_done():
+    command = [sys.executable, "-m", "crossdock.cli", "verify", "--only", "skewed"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        first = running.stderr.readline()
+        assert running.poll() is None, "it comes before the table"
+        table, rest = running.communicate(timeout=110)
+    assert (running.returncode, rest) == (0, ""), rest
+    assert re.fullmatch(r"verify: \d+ cells on 2 cpu ranks\n", first)
+    assert "conforms" in table and "verify:" not in table
+
+
+def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str]):
+    plan = make_plan("loopback", 2, "cpu", False, 1, False, "skewed", None)
+    done: list[list[CellResult]] = []
+    for cell in in_lines(plan, done, every_s=0.0):
+        statuses: tuple[Status, ...] = ("passed", "skipped", "passed" if len(done) < 2 else "failed")
+        done.append([CellResult(group="rows", cell=str(cell), rank=0, status=status) for status in statuses])
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "verify: 5 cells on 2 cpu ranks"
+    assert said[2] == "verify: 2 of 5 cells, 4 checks passed, 0 failed, 0 s"
+    assert said[5] == "verify: 5 of 5 cells, 7 checks passed, 3 failed, 0 s"
+    for cell in in_lines(plan, done, every_s=60.0):
+        assert str(cell)
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 BENT = """

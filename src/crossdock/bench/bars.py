@@ -114,7 +114,7 @@ def _reached(bar: Bar, figures: Sequence[Figure]) -> Iterator[float]:
     for figure in figures:
         if not _is_for(bar, figure, bar.operation):
             continue
-        if bar.unit == "f":
+        if bar.unit == "f" and figure.pct_of_floor is not None:
             yield figure.pct_of_floor / 100
         elif bar.unit == "us":
             yield figure.us.median

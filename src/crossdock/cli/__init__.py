@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from . import bench, demo, doctor, verify
@@ -13,6 +15,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="One token dispatcher for expert-parallel mixture-of-experts on PyTorch.",
 )
+
+
+def _print_versions(asked: bool) -> None:
+    if not asked:
+        return
+    from .environment import versions
+
+    found = versions()
+    triton = f"triton {found['triton']}" if found["triton"] else "triton is not installed"
+    print(f"crossdock {found['crossdock']}\nPython {found['python']}, torch {found['torch']}, {triton}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("demo")(demo.demo)
 app.command("verify")(verify.verify)
 app.add_typer(bench.app, name="bench")

@@ -229,6 +229,8 @@ class Session:
         self._hear()
         if self.state.verdict is not None and self.state.verdict.get("overflow"):
             return self._fault_of(Verdict.from_dict(self.state.verdict))  # who gave up has told everyone
+        if error.expired and call.number >= 0:  # on a device, maybe in a call that the host has left long ago
+            waited_s = max(waited_s, self.timeout_s)
         if error.blamed or not self.peers:
             verdict = Verdict(error.blamed, (), str(call), round(waited_s, 1))
             if self.peers:
@@ -247,13 +249,13 @@ class Session:
             return CapacityOverflow(verdict.overflow, verdict.ranks)
         if verdict.violation:
             return ContractViolation(verdict.violation, verdict.ranks)
+        was_short = verdict.waited_s < min(1.0, self.timeout_s / 2)
+        when = "at once" if was_short else f"after {verdict.waited_s:g} s"
         limit = f"timeout_s is {self.timeout_s:g}"
         if verdict.ranks:
-            text = (
-                f"ranks {list(verdict.ranks)} were missing in {verdict.where}, after {verdict.waited_s:g} s ({limit})"
-            )
+            text = f"ranks {list(verdict.ranks)} were missing in {verdict.where}, found {when} ({limit})"
         else:
-            text = f"{verdict.where} failed after {verdict.waited_s:g} s ({limit}), although every rank still answers"
+            text = f"{verdict.where} failed {when} ({limit}), although every rank still answers"
         if self.members.rank in verdict.ranks:
             text += f"; this rank ({self.members.rank}) is one of them: the others have given it up"
         gone = store_fault(self.members.store)

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
         spread: of those that spread them; these arrange before, where a dispatch is one launch.
         give: of the programs of a combine that push shares.
         take: of those that add them up.
-        weigh: of those that weigh gradients, while `push` programs push them.
+        weigh: of those that weigh gradients, while `push` programs push them; not used with `num_sms`.
         small: programs of a kernel for small batches, where it serves (see `kernels/small.py`); 0: the others do.
     """
 
@@ -49,17 +49,17 @@ class Plan(NamedTuple):
         def tile(programs: int, rows: int = 4, warps: int = 8) -> Tile:
             return row_tile(device, spec.hidden_dim, num_rows, max(1, programs), rows)._replace(warps=warps)
 
+        weigh = tile(_A_TILE_EACH, warps=4)
         if spec.num_sms is not None:  # few programs: large tiles, so that enough is under way
             half, quarter = max(1, spec.num_sms // 2), max(1, spec.num_sms // 4)
             rest, most = max(1, spec.num_sms - half), max(1, spec.num_sms - quarter)
             push, spread = tile(half, 8, 32), tile(rest, 8, 32)
-            give, take, weigh = tile(most, 8, 32), tile(quarter, 8, 32), tile(rest, 32, 32)
+            give, take = tile(most, 8, 32), tile(quarter, 8, 32)
             return cls(chunk_len, rest, push, spread, give, take, weigh, min(small, spec.num_sms))
         # Programs of a dispatch fit the device at once, two to a processor, those of a combine four: some wait for
         # each other. Those that weigh wait for nobody.
         pushers = sms if spec.ep_size > 1 else 1
         push, spread = tile(pushers, 2), tile(2 * sms - pushers)
-        weigh = tile(_A_TILE_EACH, 4, 4)
         return cls(chunk_len, sms, push, spread, tile(3 * sms, 2), tile(sms, 4), weigh, small)
 
     def __str__(self) -> str:

@@ -155,7 +155,9 @@ class SymmetricTransport(Transport):
         self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """On a GPU, where there is much to move, gradients are weighed on their way (see `kernels/weigh.py`)."""
-        if (self._inbox is not None and self.plan.small) or not self.rounds.board.fused:
+        is_small = self._inbox is not None and self.plan.small
+        # With few programs it takes four times as long as a movement and a pass over rows that lie here.
+        if is_small or self.spec.num_sms is not None or not self.rounds.board.fused:
             return super().combine_backward(grad_out, rows, row_scores, layout, call)
         there, opening, weigh = SymmetricLayout(*layout), self.rounds.open(call), self.plan.weigh
         self._count_other(0)

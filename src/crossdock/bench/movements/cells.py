@@ -96,6 +96,7 @@ def _figures(opened: Opened, clock: Clock, effort: Effort) -> RankFigures:
         capacity=str(opened.dispatcher.config.row_capacity),
         persistent_bytes=opened.workspace_bytes,
         opening_bytes=opened.opening_bytes,
+        interpreted=opened.contender.is_interpreted(opened.problem.device.type),
     )
     for name, operation in opened.operations.items():
         peak = clock.peak_bytes(operation)

@@ -28,6 +28,7 @@ class RankFigures:
         peak_bytes: by operation.
         persistent_bytes: as the dispatcher tells them.
         opening_bytes: memory of the GPU that opening took.
+        interpreted: see `Contender.is_interpreted`.
     """
 
     capacity: str
@@ -38,6 +39,7 @@ class RankFigures:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     persistent_bytes: int | None = None
     opening_bytes: int | None = None
+    interpreted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Figure:
         copies_bytes: the same where it goes once to each expert.
         gb_per_s: `once_bytes` over the time (`copies_bytes` for an exact reduction's combine).
         floor_us: the floor of the slowest rank.
-        pct_of_floor: the time over the floor, in percent: 100 is the floor itself.
+        pct_of_floor: the time over the floor, in percent: 100 is the floor itself; None where kernels are interpreted.
         host_us: of the call, the device idle; None where the device is the host.
         host_grad_us: the same in grad mode.
         persistent_bytes: what the dispatcher holds all its life, as it tells.
@@ -78,7 +80,7 @@ class Figure:
     copies_bytes: float
     gb_per_s: float
     floor_us: float
-    pct_of_floor: float
+    pct_of_floor: float | None
     host_us: float | None
     host_grad_us: float | None
     persistent_bytes: int | None
@@ -87,15 +89,23 @@ class Figure:
     no_graph: str | None
 
     @property
-    def noise_pct(self) -> float:
-        """How much longer the slowest run's median is than the fastest run's."""
+    def noise_pct(self) -> float | None:
+        """How much longer the slowest run's median is than the fastest run's; None of one run."""
+        if len(self.run_medians_us) < 2:
+            return None
         return (max(self.run_medians_us) / min(self.run_medians_us) - 1) * 100
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         contender = {**vars(self.contender), "capacity": self.capacity}
         plain = {name: value for name, value in vars(self).items() if name not in ("workload", "contender", "capacity")}
-        return {"workload": self.workload.as_dict(), **contender, **plain, "us": vars(self.us)}
+        return {
+            "workload": self.workload.as_dict(),
+            **contender,
+            **plain,
+            "us": vars(self.us),
+            "noise_pct": self.noise_pct,
+        }
 
 
 def put_together(
@@ -130,7 +140,7 @@ def put_together(
                 copies_bytes=copies,
                 gb_per_s=(once if must == "once" else copies) / us.median / 1e3,
                 floor_us=floor_us,
-                pct_of_floor=us.median / floor_us * 100,
+                pct_of_floor=None if by_rank[0].interpreted else us.median / floor_us * 100,
                 host_us=_largest(rank.host_us.get(operation) for rank in by_rank),
                 host_grad_us=_largest(rank.host_grad_us.get(operation) for rank in by_rank),
                 persistent_bytes=_largest(rank.persistent_bytes for rank in by_rank),

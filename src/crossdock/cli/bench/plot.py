@@ -55,7 +55,8 @@ def _draw(axes: Any, figures: Sequence[Figure], shapes: Sequence[str], colours: 
         axes[0].fill_between(
             tokens, [figure.us.p10 for figure in own], [figure.us.p90 for figure in own], color=colours[who], alpha=0.15
         )
-        axes[1].plot(tokens, [figure.pct_of_floor for figure in own], **look)
+        if own[0].pct_of_floor is not None:  # else none of this contender has one
+            axes[1].plot(tokens, [figure.pct_of_floor for figure in own], **look)
     for shape in shapes:
         floors = sorted({(f.workload.num_tokens, f.floor_us) for f in figures if f.workload.shape == shape})
         if floors:

@@ -37,10 +37,10 @@ _COLUMNS = (
     Column("mode", lambda f: f.mode, True),
     Column("us", lambda f: f"{f.us.median:.1f}", True),
     Column("10 to 90 %", lambda f: f"{f.us.p10:.1f}-{f.us.p90:.1f}", False),
-    Column("noise %", lambda f: f"{f.noise_pct:.1f}", False),
+    Column("noise %", lambda f: _number(f.noise_pct, 1, ".1f"), False),
     Column("MB once / copies", lambda f: f"{f.once_bytes / 1e6:.3g} / {f.copies_bytes / 1e6:.3g}", False),
     Column("GB/s", lambda f: f"{f.gb_per_s:.3g}" if f.gb_per_s >= 0.01 else "<0.01", True),
-    Column("% of f", lambda f: f"{f.pct_of_floor:.0f}", True),
+    Column("% of f", lambda f: _number(f.pct_of_floor, 1, ".0f"), True),
     Column("SMs", lambda f: "auto" if f.contender.num_sms is None else str(f.contender.num_sms), False),
     Column("host us / grad", lambda f: f"{_number(f.host_us, 1, '.0f')} / {_number(f.host_grad_us, 1, '.0f')}", True),
     Column("kept MB", lambda f: _number(f.persistent_bytes, 1e6, ".1f"), False),
@@ -52,7 +52,10 @@ LEGEND = (
     " ceilings above, 100 % is the floor itself; host us: of the call, the device idle, and in grad mode; kept: all its"
     " life, as the dispatcher tells; peak: of a call."
 )
-INTERPRETED = "On a CPU the kernels of symmetric are interpreted, for tests: their times tell nothing of a GPU."
+INTERPRETED = (
+    "On a CPU the kernels of symmetric are interpreted, for tests: their times tell nothing of a GPU, so that no % of f"
+    " is told."
+)
 
 
 def report(plan: Plan, finished: Finished) -> None:
@@ -69,7 +72,7 @@ def report(plan: Plan, finished: Finished) -> None:
         figures = [figure for figure in finished.figures if figure.workload == workload]
         console.print(table_of(workload, figures, console.width))
     console.print(LEGEND, style="dim", highlight=False)
-    if plan.device_type == "cpu" and any(figure.contender.backend == "symmetric" for figure in finished.figures):
+    if any(figure.contender.is_interpreted(plan.device_type) for figure in finished.figures):
         console.print(INTERPRETED, highlight=False)
     if plan.bars:
         console.print(bars_of(plan, hold_against_bars(finished.figures)))

@@ -39,10 +39,10 @@ class Measured:
         """Of the runs' medians of a `Spread`."""
         return statistics.median(self._medians(name))
 
-    def noise_pct(self, name: str) -> float:
-        """How far the runs' medians lie apart."""
+    def noise_pct(self, name: str) -> float | None:
+        """How far the runs' medians lie apart; None of one run."""
         medians = self._medians(name)
-        return 100 * (max(medians) / min(medians) - 1)
+        return 100 * (max(medians) / min(medians) - 1) if len(medians) > 1 else None
 
     def _medians(self, name: str) -> list[float]:
         return [getattr(run, name).median for run in self.runs]
@@ -224,13 +224,17 @@ def _lines(pair: Pair) -> Iterator[tuple[str, ...]]:
     yield "row_capacity", *(str(way.case.row_capacity) for way in both), ""
     for name, told in (("step_ms", "step, ms (runs apart)"), ("dispatch_host_us", "host, us a dispatch (runs apart)")):
         values = [way.middle(name) for way in both]
-        texts = (f"{way.middle(name):,.4g} ({way.noise_pct(name):.1f} %)" for way in both)
+        texts = (f"{way.middle(name):,.4g} ({_pct(way.noise_pct(name))})" for way in both)
         yield told, *texts, f"{values[0] / values[1]:.2f} x"
     speeds = [statistics.median(run.tokens_per_s for run in way.runs) for way in both]
     yield "tokens a second", *(f"{speed:,.0f}" for speed in speeds), f"{100 * (speeds[1] / speeds[0] - 1):+.1f} %"
     yield "host reads of counts a step", *(f"{way.runs[0].host_reads_per_step:g}" for way in both), ""
-    yield "device idle", *("-" if way.idle_pct is None else f"{way.idle_pct:.1f} %" for way in both), ""
+    yield "device idle", *(_pct(way.idle_pct) for way in both), ""
     yield "rows of a layer, MB", *(f"{way.runs[0].bytes_per_layer / 1e6:,.4g}" for way in both), ""
+
+
+def _pct(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} %"
 
 
 def _print(table: Table) -> None:

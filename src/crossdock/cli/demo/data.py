@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -50,8 +51,9 @@ class Text:
         return text[starts + torch.arange(seq_len + 1)].long()
 
 
+@cache
 def load_text(path: Path | None) -> Text:
-    """The text of a file, of all text files of a folder, or (None) of the standard library.
+    """The text of a file, of all text files of a folder, or (None) of the standard library; read once by a process.
 
     Raises:
         InvalidInput: a path that cannot be read or holds too little text.

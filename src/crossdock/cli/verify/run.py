@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from crossdock.errors import ConfigError
 from crossdock.testing import (
@@ -32,6 +29,7 @@ from crossdock.testing import (
 )
 
 from .plan import Plan
+from .progress import with_progress
 
 _TURN_S = 0.2
 _CELL_TIMEOUT_S = 300.0  # compiling on a busy machine is the slowest
@@ -83,8 +81,11 @@ def _run_here(plan: Plan) -> list[list[CellResult]]:
             free.put(sets.enter_context(_runner(plan)))
         answers = [threads.submit(work, cell) for cell in plan.cells]
         try:
-            with closing(_with_progress(plan.cells)) as shown:
-                return [_result_of(answer) for _, answer in zip(shown, answers, strict=True)]
+            done: list[list[CellResult]] = []
+            with closing(with_progress(plan, done)) as shown:
+                for _, answer in zip(shown, answers, strict=True):
+                    done.append(_result_of(answer))
+            return done
         except BaseException:  # an interrupt: nothing more shall start
             threads.shutdown(wait=False, cancel_futures=True)
             raise
@@ -138,8 +139,9 @@ def _run_under_torchrun(plan: Plan) -> list[list[CellResult]] | None:
     dist.init_process_group(plan.group_backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=bound)
     try:
         seat = seat_of_process(plan.backend, device)
-        cells = _with_progress(plan.cells) if seat.rank == 0 else plan.cells
-        mine = [run_cell(seat, cell, plan.traits) for cell in cells]
+        mine: list[list[CellResult]] = []
+        for cell in with_progress(plan, mine) if seat.rank == 0 else plan.cells:
+            mine.append(run_cell(seat, cell, plan.traits))
         by_rank: list[list[list[CellResult]]] = [[] for _ in range(seat.size)]
         dist.all_gather_object(by_rank, mine)
     finally:
@@ -154,20 +156,3 @@ def _merged(by_rank: list[list[CellResult]]) -> list[CellResult]:
     if not by_rank:
         raise ConfigError("no rank answered")
     return [next((r for r in results if r.status == "failed"), results[0]) for results in zip(*by_rank, strict=True)]
-
-
-def _with_progress(cells: Iterable[Cell]) -> Generator[Cell, None, None]:
-    cells = list(cells)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task("verify", total=len(cells))
-        for cell in cells:
-            progress.update(task, description=str(cell)[:60].ljust(60))
-            yield cell
-            progress.advance(task)
