@@ -65,7 +65,7 @@ def _step_table(pair: dict[str, Any]) -> str:
             *(f"{kind['dispatch_host_us']:.0f} ({_number(kind['dispatch_host_noise_pct'])} %)" for kind in kinds),
         ),
         ("host reads of counts a step", *(f"{kind['runs'][0]['host_reads_per_step']:g}" for kind in kinds)),
-        ("device idle, %", *(f"{kind['device_idle_pct']:.1f}" for kind in kinds)),
+        ("device idle, %", *(_number(kind["device_idle_pct"], 1) for kind in kinds)),
         ("rows of a layer, MB", *(f"{kind['runs'][0]['bytes_per_layer'] / 1e6:.1f}" for kind in kinds)),
     ]
     bits = "the same bits" if pair["same_bits"] else "DIFFERENT BITS"
@@ -94,8 +94,8 @@ def _time(figure: dict[str, Any] | None) -> tuple[str, str]:
     return f"{figure['us']['median']:.1f}", _number(figure["pct_of_floor"])
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class LayerCalls:
         _backward_from(nodes, zero)
 
     def _scores_to_keep(self, topk_scores: Tensor) -> Tensor:
-        """As float32, for a handle: a copy, since the caller may write to his tensor, unless nobody reads it then."""
+        """As float32, for a handle: a copy, since the caller may write to its tensor, unless nobody reads it then."""
         if topk_scores.dtype != torch.float32:
             return topk_scores.to(torch.float32)
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._open.transport.reads_slot_scores:

@@ -18,7 +18,10 @@ _KEEPER = "torch.distributed.nn.functional"
 
 
 def import_dynamo() -> None:
-    """Import `torch._dynamo`, which takes seconds the first time."""
+    """Import `torch._dynamo`, which takes seconds the first time.
+
+    Where it is new, functions of `torch.distributed.nn.functional` that would hold the default group hold None.
+    """
     is_new = _KEEPER not in sys.modules
     importlib.import_module("torch._dynamo")
     if is_new and _KEEPER in sys.modules and dist.is_available() and dist.is_initialized():

@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton", reason="the interpreter comes with triton, which is published for Linux only")
 
 from crossdock.kernels.blocks import Tile
+from crossdock.kernels.launch import launch
 from crossdock.kernels.move import Moves, launch_move_rows
 from crossdock.kernels.push import Staging
-from crossdock.kernels.signal import READ, STAGING, Board
-from crossdock.kernels.weigh import Weighed, launch_weigh_rows
+from crossdock.kernels.signal import READ, STAGING, Board, varying
+from crossdock.kernels.weigh import Weighed, find_sources_kernel, launch_weigh_rows
 from crossdock.rows import score_gradient
 from crossdock.testing import assert_bit_equal
 from tests.kernels.symmetric_ranks import CALL, boards, table_of, together
@@ -94,7 +95,7 @@ def test_weighing(num_tokens, top_k, hidden_dim, strided, dtype):
     weighed = _weigh(ranks, routes, cases, tile_of(hidden_dim))
     for board, case, grads, (out, dots, sent) in zip(ranks, cases, _move(routes, cases), weighed, strict=True):
         end = routes.num_rows[board.rank]
-        expected_dots = score_gradient(case.rows[:end], grads[:end], case.scores[:end])
+        expected_dots = score_gradient(case.rows[:end], grads[:end], case.scores[:end])  # scales `grads` in place
         assert_bit_equal(out[:end], grads[:end], "gradient rows")
         torch.testing.assert_close(dots[:end], expected_dots, rtol=1e-5, atol=1e-5 * hidden_dim**0.5)
         assert out[end:].isnan().all() and dots[end:].isnan().all()  # nobody has been there
@@ -125,23 +126,30 @@ def test_a_dot_does_not_depend_on_other_rows():
 
 def test_worked_example():
     """Of `weigh.py`, and the padding that it speaks of."""
-    home = [torch.tensor([[0], [-1]]).int(), torch.tensor([[0], [-1]]).int()]
-    places = [torch.tensor([[[0], [-1]], [[1], [-1]]]).int(), torch.full((2, 2, 1), -1).int()]
-    grad = torch.tensor([[3.0, 4.0], [9.0, 9.0]])
-    rows = torch.tensor([[1.0, 2.0]] * 2 + [[float("nan")] * 2] * TAIL)
+    home = [torch.tensor([[0]]).int()] * 2
+    places = [torch.tensor([[[0]], [[1]]]).int(), torch.full((2, 1, 1), -1).int()]
+    grad, rows = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0]] * 2 + [[float("nan")] * 2] * TAIL)
     scores = torch.tensor([0.5] * 2 + [0.0] * TAIL)
     cases = [_Case(grad, rows, scores), _Case(grad, rows[2:], scores[2:])]
     stagings = [torch.zeros(2, 2, 2) for _ in cases]
     parts = [torch.full((2, 5), float("nan")), torch.full((2, 3), float("nan"))]
+    paddings = [torch.tensor([[2], [4]]), torch.zeros(2, 1).long()]
 
     def act(board: Board) -> tuple[torch.Tensor, torch.Tensor]:
         case, rank, tile = cases[board.rank], board.rank, Tile(4, 1, 1, 2)
         moves = Moves(case.grads, home[rank], Staging(stagings[rank], table_of(stagings), CHUNK_LEN), tile, tile, True)
         out, count = torch.full_like(case.rows, float("nan")), torch.zeros(1, dtype=torch.int64)
-        padding = torch.tensor([[2], [4]]) if rank == 0 else torch.zeros(2, 1).long()
         weighed = Weighed(case.rows, case.scores, out, parts[rank])
-        return out, launch_weigh_rows(board, CALL, moves, weighed, tile, places[rank], padding, count, count)
+        return out, launch_weigh_rows(board, CALL, moves, weighed, tile, places[rank], paddings[rank], count, count)
 
-    (out, dots), _ = together(boards(2), act)
+    first, _ = ranks = boards(2)
+    (out, dots), _ = together(ranks, act)
     assert out[:4].tolist() == [[1.5, 2.0], [1.5, 2.0], [0.0, 0.0], [0.0, 0.0]] and out[4].isnan().all()
     assert parts[0][:, :2].tolist() == [[3.0, 3.0], [8.0, 8.0]] and dots[:2].tolist() == [11.0, 11.0]
+
+    source_of_row, (num_ranks, num_tokens, _) = torch.full((5,), 9, dtype=torch.int32), stagings[0].shape
+    launch(
+        find_sources_kernel, (1,), first.device, places[0], paddings[0], source_of_row, varying(1), num_tokens,
+        NUM_LOCAL=1, TOP_K=1, EP_SIZE=num_ranks, BLOCK=8, PADDING_BLOCK=8,
+    )  # fmt: skip
+    assert source_of_row.tolist() == [0, 2, -1, -1, 9]

@@ -30,6 +30,11 @@ class Spread:
         return f"{self.median:{spec}} ({self.p10:{spec}} to {self.p90:{spec}})"
 
 
+def apart_pct(medians: Sequence[float]) -> float | None:
+    """How much longer the slowest of several runs took than the fastest, in percent; None of one run."""
+    return 100 * (max(medians) / min(medians) - 1) if len(medians) > 1 else None
+
+
 def _quantile(ordered: Sequence[float], fraction: float) -> float:
     place = fraction * (len(ordered) - 1)
     below = int(place)

@@ -24,6 +24,8 @@ from .rendezvous import Opening, open_together
 from .status import CallState, StatusServer, find_all
 from .store import store_endpoint, store_fault
 
+_AT_ONCE_S = 1.0  # a shorter wait is none that anybody notices
+
 
 @dataclass
 class Session:
@@ -249,8 +251,8 @@ class Session:
             return CapacityOverflow(verdict.overflow, verdict.ranks)
         if verdict.violation:
             return ContractViolation(verdict.violation, verdict.ranks)
-        was_short = verdict.waited_s < min(1.0, self.timeout_s / 2)
-        when = "at once" if was_short else f"after {verdict.waited_s:g} s"
+        is_at_once = verdict.waited_s < min(_AT_ONCE_S, self.timeout_s / 2)
+        when = "at once" if is_at_once else f"after {verdict.waited_s:g} s"
         limit = f"timeout_s is {self.timeout_s:g}"
         if verdict.ranks:
             text = f"ranks {list(verdict.ranks)} were missing in {verdict.where}, found {when} ({limit})"

@@ -54,7 +54,7 @@ def tell_if_last(
 
 
 def part_of(table_ptr, there, rank, max_tokens, hidden_dim, dtype: tl.constexpr):
-    """Where this rank's part of the staging buffer of rank `there` begins."""
+    """Where this rank's part of a shared buffer of rank `there` begins; `max_tokens * hidden_dim` elements a part."""
     staging_ptr = tl.load(table_ptr + there).to(tl.pointer_type(dtype))
     # An address out of a table could be any: without the hint it would be accessed element by element.
     return tl.multiple_of(staging_ptr, 16) + wide(rank) * max_tokens * hidden_dim

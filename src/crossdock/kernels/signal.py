@@ -22,7 +22,7 @@ The patterns, by name:
   is passed on by both. On a CPU a launch of its own (`tell_kernel`) writes the words.
 * **acquire**: a program polls the word with relaxed atomics; when it is there, it reads it once more with an acquire
   of system scope, and a barrier passes that on to all of its threads, which may then use plain loads.
-* **free**: the same as publish, for `READ`, after the loads. Whoever acquires it may write the buffer again.
+* **free**: the same as publish, for `READ`, after the loads. Whoever acquires it may write all buffers again.
 * **last words**: a rank that leaves writes `DEPARTED` after everything else. A waiting rank looks at `DEPARTED` first
   and at the awaited word afterwards, both with an acquire: if a word is missing then, it will never come.
 * **grid**: programs of one launch meet like publish and acquire with device scope; the launch must fit the device.
@@ -59,6 +59,7 @@ NUM_WORDS = BROUGHT + 2
 ROUND_SHIFT = 31  # a digest has so many bits
 
 # Places in `state`: the last round; the last one in which ranks pushed what `READ` frees, whatever buffer; the rest.
+# Places 2, 3, 14 and 15 are free.
 ROUND, STAGING = 0, 1
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
 INBOX = 11  # rounds of small batches; 12 and 13 are of `stress.py`
@@ -270,7 +271,7 @@ def tell_kernel(
     digest,
     tokens,  # `varying`
     WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
-    BUFFER: tl.constexpr,  # for CHUNKS: place in `state` of the buffer that has been filled
+    BUFFER: tl.constexpr,  # for CHUNKS: place in `state` where the round is counted
     BEGINS: tl.constexpr,  # for CHUNKS: whether they begin a round
     NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr,
@@ -305,7 +306,7 @@ def wait_kernel(
     max_polls,
     polls_per_look,
     WORD: tl.constexpr,  # ROUTED, READ or CHUNKS
-    BUFFER: tl.constexpr,  # for READ: place in `state` of the buffer that shall be free
+    BUFFER: tl.constexpr,  # for READ: place in `state` of the round that shall have been read
     COUNTS: tl.constexpr,  # whether its beginning is counted here
     ENDS: tl.constexpr,  # for CHUNKS: whether the last was told behind all others, and stands for them
     NUM_CHUNKS: tl.constexpr,
@@ -376,7 +377,7 @@ def launch_tell(
 
 
 def launch_wait(board: Board, word: int, digest: int, *, buffer: int = 0) -> None:
-    """Wait until all ranks have told `ROUTED` or `CHUNKS` of this round, or `READ` of a buffer's last one.
+    """Wait until all ranks have told `ROUTED` or `CHUNKS` of this round, or `READ` of the last that pushed anything.
 
     On a GPU in stream order; on a CPU it returns when the wait has ended.
 

@@ -1,12 +1,14 @@
 """Combine's backward where it was weighted: gradients come to the rows, scaled by the scores, with the scores' own.
 
-While some programs push this rank's gradients, as in `move.py`, the others weigh the rows of its own tokens; when all
-ranks' have come, a second launch weighs the rest. It goes through rows in their order, which is what memory is fast at,
-and through columns block by block, so that what many rows read of the gradients stays in the cache.
+A launch finds where every row's gradient comes from. In the next some programs push this rank's gradients, as in
+`move.py`, and the others weigh the rows of its own tokens; when all ranks' have come, another weighs the rest, and the
+last adds up parts of dots. Weighing goes through rows in their order, which is what memory is fast at, and through
+columns block by block, so that what many rows read of the gradients stays in the cache.
 
-Two ranks with two tokens at most, rank 0, one expert with two rows, for token 0 of either rank: `row_of_slot = [[[0]],
-[[1]]]`, so `source_of_row = [0, 2]`, and -1 for rows of padding, which become zero. Row `[1, 2]`, gradient `[3, 4]`,
-score 0.5: the gradient becomes `[1.5, 2]`, and the score's is 11; with columns in blocks of one its parts are 3 and 8.
+Two ranks with two tokens at most and one now, rank 0, one expert with two rows, for token 0 of either rank:
+`row_of_slot = [[[0]], [[1]]]`, so `source_of_row = [0, 2]`, and -1 for rows of padding, which become zero. Row
+`[1, 2]`, gradient `[3, 4]`, score 0.5: the gradient becomes `[1.5, 2]`, and the score's is 11; with columns in blocks
+of one its parts are 3 and 8.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def weigh_tiles(
     CONVERTS: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr, EP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh rows up to `end` whose gradients are this rank's, or others', as program `first` of `step`."""
+    """Weigh rows up to `end` whose gradients are this rank's, and padding, or others'; as program `first` of `step`."""
     num_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_own = wide(rank) * max_tokens
     for tile in range(first, num_blocks * ((hidden_dim + BLOCK_COLS - 1) // BLOCK_COLS), step):
@@ -168,7 +170,7 @@ def weigh_rows_kernel(
     chunk_len,
     num_pushers,
     PUSHES: tl.constexpr,
-    OWN: tl.constexpr,  # rows of this rank's tokens
+    OWN: tl.constexpr,  # rows of this rank's tokens, and padding
     OTHERS: tl.constexpr,  # rows of others' tokens, which have come before this launch
     FUSED: tl.constexpr,  # whether programs that push wait and tell
     CONVERTS: tl.constexpr,  # whether conversions round
@@ -265,7 +267,8 @@ def launch_weigh_rows(
     NaN.
 
     Returns:
-        Gradients of the scores by row, `[R]` float32: dots of rows and gradients, in float32.
+        Gradients of the scores by row, `[R]` float32: dots of rows and gradients, in float32. Like `weighed.out` they
+        are uninitialised behind the last group's end.
     """
     source_of_row = _launch_find_sources(board, weighed, row_of_slot, padding, moves.staging.own.shape[1])
     run = _Run(board, opening, moves, weighed, tile, source_of_row, padding, num_sent, sent, row_of_slot.shape[2])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ..timing import Spread, skew_pct
+from ..timing import Spread, apart_pct, skew_pct
 from .ceilings import Ceilings
 from .contenders import Contender
 from .traffic import Count, Traffic
@@ -91,9 +91,7 @@ class Figure:
     @property
     def noise_pct(self) -> float | None:
         """How much longer the slowest run's median is than the fastest run's; None of one run."""
-        if len(self.run_medians_us) < 2:
-            return None
-        return (max(self.run_medians_us) / min(self.run_medians_us) - 1) * 100
+        return apart_pct(self.run_medians_us)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -41,8 +41,9 @@ class Measured:
 
     def noise_pct(self, name: str) -> float | None:
         """How far the runs' medians lie apart; None of one run."""
-        medians = self._medians(name)
-        return 100 * (max(medians) / min(medians) - 1) if len(medians) > 1 else None
+        from crossdock.bench.timing import apart_pct
+
+        return apart_pct(self._medians(name))
 
     def _medians(self, name: str) -> list[float]:
         return [getattr(run, name).median for run in self.runs]
