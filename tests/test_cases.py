@@ -20,10 +20,11 @@ DISAGREEMENT, ABSENCE, OPENING = (f"faults/test_{name}.py" for name in ("disagre
 OVERFLOW, RETRY = "contract/test_overflow.py", "contract/test_retry.py"
 SCENARIOS = "src/crossdock/testing/scenarios"  # run by contract/test_conformance.py on every backend
 
+CAPTURE, LAYOUTS = "contract/test_capture.py", "contract/test_layouts.py"
 TAILS, EDGES = "contract/test_capacity_tails.py", "contract/test_memory_edges.py"
 FILLING, PHASES, ENDINGS = "contract/test_padding_tokens.py", "contract/test_phases.py", "faults/test_lifetime.py"
-GRAPHS = "needs CUDA graphs, which only a GPU has; what tests/backends/test_symmetric_gpu.py captures was called before"
-STREAMS = "needs CUDA streams, which only a GPU has, and none of the tests there works on a second one yet"
+AHEAD = f"{SCENARIOS}/ahead.py"  # on GPUs, with busy devices and second streams, backends/test_ahead_gpu.py runs it too
+ON_GPUS = "backends/test_ahead_gpu.py::test_nothing_is_read_too_late_or_written_too_early"
 SYMMETRIC, PROTOCOL = "backends/test_symmetric.py", "backends/test_symmetric_protocol.py"
 FUSED = "backends/test_symmetric_fused.py"
 QUANTISED = "needs a quantised transport, which no backend offers yet"
@@ -62,6 +63,9 @@ CASES: dict[str, list[str] | str] = {
     "B24": [
         f"{SIZES}::test_a_maximum_must_be_positive",
         f"{FILLING}::test_sizes_that_no_index_can_hold_are_refused",
+        f"{SIZES}::test_a_maximum_that_no_memory_can_hold_is_refused_before_anything_is_allocated",
+        f"{SIZES}::test_an_absurd_maximum_is_nothing_where_no_storage_is_made_for_it",
+        f"{SIZES}::test_more_rows_than_an_offset_counts_are_refused",
     ],
     "B25": [f"{SIZES}::test_any_maximum_is_a_good_one", f"{SIZES}::test_a_token_above_the_maximum"],
     "B27": [f"{SIZES}::test_rows_of_any_width"],
@@ -91,7 +95,10 @@ CASES: dict[str, list[str] | str] = {
     "B44": [f"{SCENARIOS}/numerics.py::token_alone_or_in_a_crowd"],
     "B45": QUANTISED,
     "B46": QUANTISED,
-    "B47": [f"{SIZES}::test_groups_of_44_at_alignment"],
+    "B47": [
+        f"{SIZES}::test_groups_of_44_at_alignment",
+        f"{SIZES}::test_a_mode_that_would_ask_for_an_alignment_is_refused_as_a_whole",
+    ],
     "B48": [f"{SIZES}::test_nothing_is_padded_unless_asked_for"],
     "B49": [f"{TAILS}::test_a_single_local_expert_keeps_out_of_the_spare_rows"],
     "B50": [
@@ -125,7 +132,10 @@ CASES: dict[str, list[str] | str] = {
         "contract/test_row_capacity.py::test_a_wrong_histogram_is_ignored_without_a_host_synchronisation",
     ],
     "B63": ["backends/test_symmetric_gpu.py::test_a_capture_without_a_fixed_capacity_is_refused"],
-    "B65": GRAPHS,
+    "B65": [
+        f"{CAPTURE}::test_kernels_that_a_capture_cannot_load_are_told_of_in_words",
+        "backends/test_symmetric_gpu.py::test_a_capture_as_the_very_first_call_is_refused_in_words",
+    ],
     "B66": [f"{TAILS}::test_what_is_told_of_a_dispatch_is_there_or_not_offered"],
     "B67": ["backends/test_symmetric_gpu.py::test_graphs_replay_other_routings_with_eager_calls_between"],
     "B68": [f"{SCENARIOS}/sharing.py::dispatchers_side_by_side"],
@@ -137,17 +147,25 @@ CASES: dict[str, list[str] | str] = {
         f"{PHASES}::test_prefill_and_decode_in_any_order_leave_nothing_behind",
         "kernels/test_small.py::test_rounds_of_both_kinds_may_follow_each_other_in_any_order",
     ],
-    "B71": STREAMS,
-    "B73": STREAMS,
-    "B74": STREAMS,
-    "B75": STREAMS,
+    "B71": [f"{AHEAD}::edited_just_before", ON_GPUS],
+    "B73": [
+        f"{AHEAD}::dropped_right_after",
+        ON_GPUS,
+        f"{CAPTURE}::test_the_ledger_that_replays_write_to_outlives_the_dispatcher",
+    ],
+    "B74": [f"{AHEAD}::dropped_right_after", ON_GPUS, "test_row_memory.py::test_a_graph_holds_what_it_needs"],
+    "B75": [f"{AHEAD}::chunks_in_flight", ON_GPUS],
     "B76": [
         f"{SCENARIOS}/sharing.py::odd_numbers_of_calls",
         f"{DISAGREEMENT}::test_a_refused_call_leaves_the_numbering_in_step",
     ],
     "B78": [f"{SCENARIOS}/sharing.py::micro_batches"],
     "B79": [f"{PROTOCOL}::test_no_interleaving_of_three_calls_goes_wrong"],
-    "B80": STREAMS,
+    "B80": [
+        f"{AHEAD}::beside_another_stream",
+        ON_GPUS,
+        "testing/test_suite.py::test_inputs_that_are_written_to_are_found_out",
+    ],
     "B81": [f"{LIFETIME}::test_a_second_thread_is_kept_out", f"{LIFETIME}::test_two_threads_with_a_dispatcher_each"],
     "B82": [f"{IDS}::test_a_token_without_routes_is_zero_even_after_large_values"],
     "B83": [f"{SYMMETRIC}::test_ranks_may_close_in_different_orders"],
@@ -179,7 +197,12 @@ CASES: dict[str, list[str] | str] = {
     "B93": [f"{ABSENCE}::test_ranks_that_do_not_take_part"],
     "B94": [f"{ABSENCE}::test_the_limit_is_what_was_set"],
     "B95": [f"{OVERFLOW}::test_a_capacity_is_agreed_on_by_the_group_and_outlives_its_combines"],
-    "B96": [f"{LIFETIME}::test_nothing_travels_between_some_ranks"],
+    "B96": [
+        f"{LAYOUTS}::test_a_handle_that_was_written_to",
+        f"{LAYOUTS}::test_what_autograd_saved_was_changed",
+        f"{LIFETIME}::test_nothing_travels_between_some_ranks",
+        f"{LIFETIME}::test_two_ranks_have_nothing_for_each_other_and_much_for_the_rest",
+    ],
     "B97": [f"{SCENARIOS}/groups.py::overlapping_groups"],
     "B98": [f"{AT_OPENING}::test_the_first_call_on_a_fresh_group"],
     "B99": [

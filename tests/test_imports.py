@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "eager": set(),
     "operations": {"backends.base", "group", "recompute.frames", "row_capacity"},
     "autograd": {"eager", "operations", "ordering"},
-    "select": {"backends", "group"},
+    "select": {"backends", "group", "row_capacity"},
     "padding": {"backends.base"},
     "layer_sizes": {"row_capacity"},
     "accounts": {"backends.base", "group", "inputs", "ledger", "row_capacity"},

@@ -18,7 +18,7 @@ from . import operations
 from .accounts import Accounts
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
 from .dynamo import import_dynamo
-from .errors import BackendUnavailable, InvalidInput
+from .errors import BackendUnavailable, ContractViolation, InvalidInput
 from .group.fingerprint import CallFacts
 from .group.members import Members
 from .group.session import Session
@@ -30,6 +30,7 @@ from .row_capacity import Calibration, Size
 from .rows import zero_tail
 from .types import DispatcherConfig, DispatcherStats, DispatchHandle
 
+_NOT_IN_A_CAPTURE = "stream is capturing"  # the driver's words; Triton and torch pass them on
 _key_numbers = itertools.count()
 _T = TypeVar("_T")
 
@@ -60,7 +61,7 @@ class OpenDispatcher:
         self._last_stream: torch.cuda.Stream | None = None
         self._last_stream_handle = 0  # of it
         self._use = _Use()
-        self.close = weakref.finalize(self, _close, self.session, self.transport, self._use, os.getpid())
+        self.close = weakref.finalize(self, _close, self.session, self.transport, self.accounts, self._use, os.getpid())
         operations.register(self.key, self)
 
     def run_dispatch(
@@ -145,7 +146,15 @@ class OpenDispatcher:
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
-            return movement(self.transport, Call(numbered, self.session.state.words, self.session.verify))
+            try:
+                return movement(self.transport, Call(numbered, self.session.state.words, self.session.verify))
+            except RuntimeError as error:
+                if not (self._use.captured and _NOT_IN_A_CAPTURE in str(error)):
+                    raise
+                raise ContractViolation(
+                    f"{numbered} was the first of its kind and met inside a CUDA graph's capture, where its kernels"
+                    " cannot be loaded: open another dispatcher, and make the same call once before you capture"
+                ) from error
 
     def note_combined(self, handle: DispatchHandle, node: Any) -> None:
         """Remember, weakly, the graph node of a combine's output."""
@@ -226,8 +235,7 @@ class OpenDispatcher:
     def allow_unmapping(self) -> None:
         """All graphs that were captured are gone: `close` may free what they use, and what it has left is freed now."""
         self._use.captured = False
-        if self.transport in _mapped_for_graphs:
-            _mapped_for_graphs.remove(self.transport)
+        if _mapped_for_graphs.pop(self.transport, None) is not None:
             self.transport.close()
 
     @property
@@ -294,15 +302,16 @@ class _Use:
     captured: bool = False
 
 
-_mapped_for_graphs: list[Transport] = []  # of closed dispatchers, whose storage graphs may still use
+# Of closed dispatchers, whose storage graphs may still use: what moves their rows, and what a replay writes down.
+_mapped_for_graphs: dict[Transport, Accounts] = {}
 
 
-def _close(session: Session, transport: Transport, use: _Use, pid: int) -> None:
+def _close(session: Session, transport: Transport, accounts: Accounts, use: _Use, pid: int) -> None:
     if os.getpid() != pid:  # a forked child: the links are its parent's
         return
     session.close()
     if use.captured:
         transport.abandon()
-        _mapped_for_graphs.append(transport)
+        _mapped_for_graphs[transport] = accounts
     else:
         transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from .backends.base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
 from .errors import BackendUnavailable, ConfigError
 from .group.members import Members, resolve_members
-from .types import DispatcherConfig
+from .row_capacity import resolve_num_rows
+from .types import MAX_SIZE, DispatcherConfig
 
 ENTRY_POINT_GROUP = "crossdock.backends"
 # What the code of another package may come to.
@@ -136,13 +138,14 @@ def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
     """The transport's view of a configuration on a group.
 
     Raises:
-        ConfigError: experts that do not divide over the group.
+        ConfigError: experts that do not divide over the group, or more rows than offsets can count.
     """
     if config.num_experts % members.size:
         raise ConfigError(
             f"num_experts ({config.num_experts}) must be divisible by the EP group's size ({members.size}):"
             " every rank holds the same number of experts"
         )
+    _refuse_uncountable(config, members.size)
     return TransportSpec(
         num_experts=config.num_experts,
         top_k=config.top_k,
@@ -157,6 +160,23 @@ def make_spec(config: DispatcherConfig, members: Members) -> TransportSpec:
         ep_size=members.size,
         row_capacity=config.row_capacity,
     )
+
+
+def _refuse_uncountable(config: DispatcherConfig, ep_size: int) -> None:
+    """Offsets are int32: the rows of a call as large as may be must fit them, where a formula tells their number."""
+    if config.row_capacity.kind in ("exact", "calibrated"):
+        return
+
+    def num_rows(tokens: int) -> int:
+        return int(resolve_num_rows(config, ep_size, tokens))
+
+    tokens = config.num_max_tokens_per_rank
+    if num_rows(tokens) > MAX_SIZE:
+        most = bisect_right(range(1, tokens), MAX_SIZE, key=num_rows)
+        raise ConfigError(
+            f"row_capacity {config.row_capacity} means {num_rows(tokens)} rows for num_max_tokens_per_rank ({tokens})"
+            f" on {ep_size} ranks, above {MAX_SIZE}, the largest offset; num_max_tokens_per_rank may be {most} at most"
+        )
 
 
 def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]) -> Explanation:

@@ -45,6 +45,8 @@ class RowCapacity:
                 raise ConfigError(f"an exact row capacity has no value, got {self.value!r}")
         elif self.kind == "rows":
             check_positive_int(name, self.value)
+            if self.value is not None and self.value > MAX_SIZE:
+                raise ConfigError(f"{name} must be at most {MAX_SIZE}, got {self.value}")
         else:
             _check_factor(name, self.value, upper=1.0 if self.kind == "worst_case" else math.inf)
 

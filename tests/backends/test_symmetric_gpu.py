@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -159,6 +160,41 @@ def _captures_exact(rank: int) -> str:
 def test_a_capture_without_a_fixed_capacity_is_refused():
     for message in run_ranks(_captures_exact, 2, **on_gpus(2), timeout_s=60.0):
         assert "waits for the host, which a CUDA graph cannot capture" in message
+
+
+def _captures_first(rank: int) -> str:
+    """The very first call of a process, kernels not loaded, in a capture: what it says, then what a warm one gives."""
+    config = _config(row_capacity=cd.RowCapacity.worst_case())
+    inputs, message, graph = _inputs(config, rank), "nothing was raised", torch.cuda.CUDAGraph()
+
+    def pair(dispatcher: cd.TokenDispatcher) -> torch.Tensor:
+        routed = dispatcher.dispatch(*inputs)
+        return dispatcher.combine(routed.rows, routed.handle)
+
+    with torch.no_grad():
+        cold = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
+        with suppress(RuntimeError), torch.cuda.graph(graph):  # torch says once more that the capture is lost
+            try:
+                pair(cold)
+            except cd.ContractViolation as error:
+                message = str(error)
+        cold.close(graphs_destroyed=True)
+        warm = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
+        expected, graph = pair(warm), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = pair(warm)
+        graph.replay()
+        assert torch.equal(captured, expected), "a replay differs from an eager call"
+        warm.check()
+        del graph
+        warm.close(graphs_destroyed=True)
+    return message
+
+
+def test_a_capture_as_the_very_first_call_is_refused_in_words():
+    for message in run_ranks(_captures_first, 2, **on_gpus(2), timeout_s=120.0):
+        assert "was the first of its kind and met inside a CUDA graph's capture" in message
 
 
 def _host_time(rank: int) -> dict[str, float]:

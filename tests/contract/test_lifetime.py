@@ -116,6 +116,15 @@ def test_nothing_travels_between_some_ranks(on: On, backend: str, ep_size: int):
     on(backend, 2)(checked, problem(make_config(4, 2), own_only))
 
 
+@every_backend(4)
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_two_ranks_have_nothing_for_each_other_and_much_for_the_rest(
+    on: On, backend: str, ep_size: int, reduction: str
+):
+    ids = [[[0, 2]] * 4, [[1, 3]] * 3, [[0, 1]] * 2, [[1, 3]] * 5]  # ranks 0 and 1, and ranks 0 and 3
+    on(backend, 4)(checked, problem(make_config(4, 2, reduction=reduction), ids))
+
+
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch.nn.functional import grouped_mm
 
 import crossdock as cd
+from crossdock.group.members import resolve_members
+from crossdock.select import make_spec
 from crossdock.testing import LoopbackGroup, Seat
 from tests.contract.conftest import BACKENDS, On, every_backend
 from tests.contract.trials import checked, checked_steps, make_config, problem, random_ids, refused
@@ -48,6 +52,72 @@ def test_more_tokens_than_16_bits_count(on: On, backend: str, num_tokens: int):
 def test_a_maximum_must_be_positive(limit: int):
     with pytest.raises(cd.ConfigError, match=f"num_max_tokens_per_rank must be a positive integer, got {limit}"):
         make_config(2, 1, num_max_tokens_per_rank=limit)
+
+
+def opened_for_two_million(seat: Seat) -> tuple[int, float]:
+    """Of a backend that keeps no storage for the most tokens there may be: its storage, and what comes of three."""
+    config = make_config(4, 2, 7168, dtype=torch.bfloat16, num_max_tokens_per_rank=2**21)
+    with seat.open(config) as dispatcher:
+        routed = dispatcher.dispatch(
+            torch.ones(3, 7168, dtype=torch.bfloat16), torch.ones(3, 2), torch.ones(3, 2).long()
+        )
+        out = dispatcher.combine(routed.rows, routed.handle)
+        return dispatcher.workspace_bytes, float(out.detach().mean())
+
+
+@pytest.mark.parametrize(("backend", "ep_size"), [("local", 1), ("loopback", 2), ("all_to_all", 2)])
+def test_an_absurd_maximum_is_nothing_where_no_storage_is_made_for_it(on: On, backend: str, ep_size: int):
+    assert on(backend, ep_size)(opened_for_two_million) == [(0, 2.0)] * ep_size
+
+
+def refused_for_all(seat: Seat) -> tuple[str, int]:
+    """The message, and by how many kB the process's address space has grown at its largest."""
+    config, before = make_config(4, 2, 7168, num_max_tokens_per_rank=2**31 - 1), most_mapped_kb()
+    return refused(lambda: seat.open(config), cd.BackendUnavailable), most_mapped_kb() - before
+
+
+def most_mapped_kb() -> int:
+    return int(re.findall(r"^VmPeak:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)[0])
+
+
+def test_a_maximum_that_no_memory_can_hold_is_refused_before_anything_is_allocated(on: On):
+    pytest.importorskip("triton", reason="the kernels need triton, which is published for Linux only")
+    from crossdock.backends.symmetric.transport import workspace_bytes
+
+    (first, first_kb), (second, second_kb) = on("symmetric", 2)(refused_for_all)
+    assert max(first_kb, second_kb) < 1 << 20
+    sizes = re.search(
+        r"num_max_tokens_per_rank \(2147483647\) takes (\d+) bytes of shared memory on every rank, and there is room"
+        r" for (\d+); set num_max_tokens_per_rank to (\d+) or less$",
+        first,
+    )
+    assert first == second and sizes is not None, first
+    num_bytes, limit, most = map(int, sizes.groups())
+
+    def bytes_of(tokens: int) -> int:
+        config = make_config(4, 2, 7168, num_max_tokens_per_rank=tokens)
+        return workspace_bytes(make_spec(config, resolve_members(LoopbackGroup(2).member(0), None)))
+
+    assert bytes_of(most) <= limit < bytes_of(most + 1) and bytes_of(2**31 - 1) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "most"),
+    [
+        (cd.RowCapacity.worst_case(), 2**30, 2**29 - 1),
+        (cd.RowCapacity.worst_case(0.25), 2**31 - 1, 2**31 - 4),
+        (cd.RowCapacity.balanced(8.0), 2**28, 2**27 - 1),
+    ],
+    ids=str,
+)
+def test_more_rows_than_an_offset_counts_are_refused(capacity: cd.RowCapacity, tokens: int, most: int):
+    group = LoopbackGroup(2).member(0)
+    told = f"above 2147483647, the largest offset; num_max_tokens_per_rank may be {most} at most$"
+    with pytest.raises(cd.ConfigError, match=told):
+        cd.TokenDispatcher(make_config(4, 2, 8, row_capacity=capacity, num_max_tokens_per_rank=tokens), group)
+    assert cd.explain(make_config(4, 2, 8, row_capacity=capacity, num_max_tokens_per_rank=most), group).chosen
+    with pytest.raises(cd.ConfigError, match=r"^rows num_rows must be at most 2147483647, got 2147483648$"):
+        cd.RowCapacity.rows(2**31)
 
 
 @every_backend(2)
@@ -141,15 +211,25 @@ def test_padding_of_groups(on: On, backend: str, ep_size: int, counts: list[int]
     assert grouped_mm(outcome.rows, weights, offs=outcome.expert_offsets).shape == (offsets[-1], 16)
 
 
+@every_backend(2)
 @pytest.mark.parametrize(("alignment", "sizes"), [(32, [64, 0, 32, 160]), (128, [128, 0, 128, 256])])
-def test_groups_of_44_at_alignment(alignment: int, sizes: list[int]):
-    counts = [44, 0, 1, 129]
-    config = make_config(4, 1, 32, expert_alignment=alignment, num_max_tokens_per_rank=256)
-    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).unsqueeze(1)
-    with cd.TokenDispatcher(config, LoopbackGroup(1).member(0)) as dispatcher:
-        routed = dispatcher.dispatch(torch.ones(174, 32), torch.ones(174, 1), ids)
-    assert routed.tokens_per_expert.tolist() == counts
-    assert torch.diff(routed.expert_offsets, prepend=torch.zeros(1, dtype=torch.int32)).tolist() == sizes
+def test_groups_of_44_at_alignment(on: On, backend: str, ep_size: int, alignment: int, sizes: list[int]):
+    """Both ranks bring some of each group to rank 0, which has four experts; nothing goes to the other four."""
+    counts = torch.tensor([44, 0, 1, 129])
+    config = make_config(8, 1, 32, dtype=torch.bfloat16, expert_alignment=alignment, num_max_tokens_per_rank=256)
+    named = torch.repeat_interleave(torch.arange(4), counts).unsqueeze(1)
+    first, second = on(backend, 2)(checked, problem(config, [named[::2], named[1::2]]))
+    assert first.tokens_per_expert.tolist() == counts.tolist()
+    groups = first.rows.split(sizes)
+    assert torch.diff(first.expert_offsets, prepend=torch.zeros(1, dtype=torch.int32)).tolist() == sizes
+    for group, scores, count in zip(groups, first.scores.split(sizes), counts.tolist(), strict=True):
+        assert not group[count:].any() and not scores[count:].any()
+    assert second.tokens_per_expert.tolist() == second.expert_offsets.tolist() == [0, 0, 0, 0]
+
+
+def test_a_mode_that_would_ask_for_an_alignment_is_refused_as_a_whole():
+    with pytest.raises(cd.ConfigError, match=r"^quantization must be None: no quantised transport is offered yet"):
+        make_config(4, 1, quantization="mxfp8", expert_alignment=16)
 
 
 @every_backend(2)

@@ -143,6 +143,26 @@ def test_a_bent_backend_is_found_out(how: str, group: str):
     assert not [result for result in run(Bent("nowhere"), workload) if result.status != "passed"]
 
 
+@pytest.mark.parametrize("place", [0, 2], ids=["x", "ids"])  # of scores a backend gets a copy
+def test_inputs_that_are_written_to_are_found_out(place: int):
+    class Writes(LoopbackBackend):
+        def open(self, spec: TransportSpec, link: Link) -> Transport:
+            transport = super().open(spec, link)
+            dispatch = transport.dispatch
+
+            def wrong(*arguments: Any) -> Any:
+                received = dispatch(*arguments)
+                arguments[place].index_fill_(0, torch.tensor([0]), 1)
+                return received
+
+            transport.dispatch = wrong  # type: ignore[assignment, method-assign]
+            return transport
+
+    workload = Workload(ep_size=2, routing="balanced", scores="inside")
+    failed = {result.group for result in run(Writes(), workload) if result.status == "failed"}
+    assert "inputs unchanged" in failed
+
+
 def test_the_order_of_rows_counts_unless_the_trait_says_otherwise():
     unordered = dataclasses.replace(LoopbackBackend.traits, ordered_rows=False)
     workload = Workload(ep_size=2, routing="one hot expert", experts="identity")

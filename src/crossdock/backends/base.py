@@ -281,7 +281,10 @@ class Transport(ABC):
 
     @property
     def reads_slot_scores(self) -> bool:
-        """Whether a weighted `rows_home` reads the values of `Weights.of_slots`; where not, nobody keeps a copy."""
+        """Whether a weighted `rows_home` reads the values of `Weights.of_slots`.
+
+        Where not, no copy of them is kept outside of grad mode and compiled regions.
+        """
         return True
 
     @property

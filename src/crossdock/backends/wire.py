@@ -1,6 +1,7 @@
 """Dispatch and combine as staged exchanges over any wire that can swap rows between ranks.
 
-One fixed-size message opens every operation: the fingerprint, then (in dispatch) counts and what is wrong with the ids.
+One fixed-size message opens every operation: the fingerprint, then (in dispatch) counts and what is wrong with the ids,
+(elsewhere) what the layout says of the two ranks' rows, so that no exchange begins whose sides expect other sizes.
 Rows cross the wire once per rank that wants them, and the expert side spreads them over its experts' rows. Going home,
 `fast` adds up every token's rows where they are and sends one row per token and rank; `exact` sends every slot's row.
 
@@ -11,10 +12,11 @@ this rank last ("table order"), so that one slice of the table is what the wire 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ..errors import ContractViolation
 from ..group.fingerprint import NUM_WORDS
 from ..inputs import refuse_bad_ids
 from ..permute import take_or_zero
@@ -24,10 +26,19 @@ from .base import Call, Demand, Layout, NewSize, Received, Transport, TransportS
 from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
 Finish = Callable[[], None]  # waits until a started swap has filled its output
+_HIGH = 1 << 32  # two counts in one word of a header
 
 
 def nothing() -> None:
     """A `Finish` with nothing to wait for."""
+
+
+def _told(sent: int, arrived: int, slots_sent: int, slots_arrived: int) -> tuple[int, int]:
+    """A column of `WireLayout.splits` in two words: what leaves for a rank, and what comes from it.
+
+    What it tells of itself is the same the other way round.
+    """
+    return sent + slots_sent * _HIGH, arrived + slots_arrived * _HIGH
 
 
 class Wire(ABC):
@@ -114,23 +125,25 @@ class WireTransport(Transport):
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
         there = WireLayout(*layout)
-        opened = self._open(call)
+        opened = self._open(call, there)
         sent, arrived, _, _ = there.splits.tolist()
         table, finish = self._start_table(x, there.token_of_sent, sent, arrived, opened=opened)
         finish()
         return self._spread(table, there.slot_of_row)
 
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
-        return self._start_rows_home(rows, weights, WireLayout(*layout), self._open(call))()
+        there = WireLayout(*layout)
+        return self._start_rows_home(rows, weights, there, self._open(call, there))()
 
     def scalars_home(self, values: torch.Tensor, layout: Layout, call: Call | None) -> torch.Tensor:
-        return self._start_scalars(values, WireLayout(*layout), nothing if call is None else self._open(call))()
+        there = WireLayout(*layout)
+        return self._start_scalars(values, there, nothing if call is None else self._open(call, there))()
 
     def combine_backward(
         self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         there = WireLayout(*layout)
-        opened = self._open(call)
+        opened = self._open(call, there)
         sent, arrived, _, _ = there.splits.tolist()
         table, finish = self._start_table(grad_out, there.token_of_sent, sent, arrived, opened=opened)
         finish()
@@ -151,7 +164,7 @@ class WireTransport(Transport):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scalars travel while rows do."""
         there = WireLayout(*layout)
-        finish_rows = self._start_rows_home(grad_rows, None, there, self._open(call))
+        finish_rows = self._start_rows_home(grad_rows, None, there, self._open(call, there))
         finish_scalars = self._start_scalars(grad_row_scores, there)
         return finish_rows(), finish_scalars()
 
@@ -207,15 +220,36 @@ class WireTransport(Transport):
 
     # -- opening a call ----------------------------------------------------------------------------------------------
 
-    def _headers(self, call: Call) -> torch.Tensor:
-        """`[ep_size, W]` int64: the fingerprint, then zeros for what dispatch has to tell."""
-        words = [*call.words, *[0] * (COUNTS - NUM_WORDS + self.spec.num_local_experts)]
-        self._sent_bytes += (self.spec.ep_size - 1) * len(words) * torch.int64.itemsize
-        on_host = torch.tensor([words] * self.spec.ep_size, device="cpu", pin_memory=self.device.type == "cuda")
+    def _headers(self, call: Call, of_ranks: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """`[ep_size, W]` int64: the fingerprint, two words for each rank, then zeros for what dispatch has to tell."""
+        zeros = [0] * self.spec.num_local_experts
+        words = [[*call.words, *pair, *zeros] for pair in of_ranks or [(0, 0)] * self.spec.ep_size]
+        self._sent_bytes += (self.spec.ep_size - 1) * len(words[0]) * torch.int64.itemsize
+        on_host = torch.tensor(words, device="cpu", pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
-    def _open(self, call: Call) -> Finish:
-        return self.wire.open_call(self._headers(call), call)
+    def _open(self, call: Call, there: WireLayout) -> Finish:
+        """Begin to open an operation along a layout; every rank's fingerprint and sizes are compared."""
+        splits = there.splits.t().tolist()
+
+        def verify(came: Sequence[Sequence[int]]) -> None:
+            call.verify(came)
+            for rank, (words, sizes) in enumerate(zip(came, splits, strict=True)):
+                if tuple(words[NUM_WORDS:COUNTS]) != _told(*sizes)[::-1]:
+                    self._refuse_sizes(rank, sizes, call)
+
+        headers = self._headers(call, [_told(*sizes) for sizes in splits])
+        return self.wire.open_call(headers, call._replace(verify=verify))
+
+    def _refuse_sizes(self, rank: int, sizes: Sequence[int], call: Call) -> None:
+        sent, arrived, slots_sent, slots_arrived = sizes
+        pair = sorted((self.spec.rank, rank))
+        raise ContractViolation(
+            f"ranks {pair} hold layouts that do not fit each other in {call.facts}: rank {self.spec.rank} has {sent}"
+            f" token rows ({slots_sent} slots) for rank {rank} and {arrived} ({slots_arrived}) from it, rank {rank} has"
+            " other numbers; the tensors of a handle, or what autograd has saved of them, have been changed",
+            pair,
+        )
 
     def _swap_counts(self, headers: torch.Tensor, call: Call) -> Counts:
         """The one host synchronisation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,13 @@ def place_buffers(buffers: Sequence[BufferSpec]) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-max(buffer.num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
     return starts, end
+
+
+def most_bytes(device: torch.device, num_ranks: int) -> int:
+    """How long a block can be at most: a GPU's whole memory; on a CPU each rank's share of its host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_ranks
 
 
 class Workspace:

@@ -127,6 +127,8 @@ def check_inputs_unchanged(trial: Trial) -> None:
     assert_bit_equal(
         trial.attempt.sent.topk_scores, trial.problem.topk_scores[trial.rank], "topk_scores after the calls"
     )
+    ids = trial.attempt.sent.topk_expert_ids
+    assert_bit_equal(ids, trial.problem.topk_expert_ids[trial.rank].to(ids.dtype), "topk_expert_ids after the calls")
 
 
 CHECKS: dict[str, Callable[[Trial], None]] = {

@@ -44,6 +44,7 @@ class Sent:
 
     Attributes:
         x, topk_scores: the leaves that gradients come to.
+        topk_expert_ids: as they were handed over.
         routed: what dispatch gave.
         rows: the experts' output, NaN in padding rows and behind the last offset.
 
@@ -53,6 +54,7 @@ class Sent:
     rank: int
     x: Tensor
     topk_scores: Tensor
+    topk_expert_ids: Tensor
     experts: Experts
     routed: Dispatched
     rows: Tensor
@@ -100,7 +102,8 @@ def send(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device
     """
     x = _leaf(problem.x[rank], device, problem.strided)
     scores = _leaf(problem.topk_scores[rank], device, problem.strided)
-    routed = layer.dispatch(x.handed_over, scores.handed_over, *_ids_of(problem, rank, device), **_bound_of(problem))
+    ids, *histogram = _ids_of(problem, rank, device)
+    routed = layer.dispatch(x.handed_over, scores.handed_over, ids, *histogram, **_bound_of(problem))
     experts = Experts(problem, rank, device)
     invalid = ~routed.row_valid
     _poison_gradient(routed.rows, invalid)
@@ -110,7 +113,7 @@ def send(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device
     y = y.masked_fill(invalid.unsqueeze(1), float("nan"))
     if y.requires_grad:
         y.retain_grad()
-    return Sent(problem, rank, x.leaf, scores.leaf, experts, routed, y)
+    return Sent(problem, rank, x.leaf, scores.leaf, ids, experts, routed, y)
 
 
 def forward(layer: DispatchLayer, problem: Problem, rank: int, device: torch.device) -> Attempt:
@@ -136,7 +139,7 @@ def _leaf(values: Tensor, device: torch.device, strided: bool) -> _Leaf:
 
 
 def _ids_of(problem: Problem, rank: int, device: torch.device) -> tuple[Tensor, ...]:
-    ids = problem.topk_expert_ids[rank].to(device)
+    ids = problem.topk_expert_ids[rank].to(device, copy=True)
     if not problem.strided:
         return (ids,)
     histogram = torch.bincount(ids[ids >= 0], minlength=problem.config.num_experts)

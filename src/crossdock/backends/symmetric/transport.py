@@ -12,11 +12,14 @@ that a producer may fill again in every step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ...errors import BackendUnavailable
 from ...inputs import refuse_bad_ids
 from ...kernels.arrange import Groups, Moving, Routed, launch_arrange, launch_place
 from ...kernels.combine import Routes, launch_combine, launch_combine_slot
@@ -29,7 +32,7 @@ from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import launch_dispatch_small
 from ...kernels.weigh import Weighed, launch_weigh_rows
-from ...memory.workspace import BufferSpec, Workspace, place_buffers
+from ...memory.workspace import BufferSpec, Workspace, most_bytes, place_buffers
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
 from .plan import Plan, serves_small
@@ -89,15 +92,37 @@ def workspace_bytes(spec: TransportSpec) -> int:
     return place_buffers(buffers_of(spec))[1]
 
 
+def refuse_too_large(spec: TransportSpec, limit: int) -> None:
+    """Refuse a workspace above `limit` bytes before any of it is allocated: on a CPU it would be, page by page, later.
+
+    Raises:
+        BackendUnavailable: with both sizes and the largest `num_max_tokens_per_rank` that fits.
+    """
+    num_bytes, tokens = workspace_bytes(spec), spec.num_max_tokens_per_rank
+    if num_bytes <= limit:
+        return
+    most = bisect_right(
+        range(1, tokens), limit, key=lambda fewer: workspace_bytes(replace(spec, num_max_tokens_per_rank=fewer))
+    )
+    raise BackendUnavailable(
+        "symmetric",
+        f"num_max_tokens_per_rank ({tokens}) takes {num_bytes} bytes of shared memory on every rank, and there is room"
+        f" for {limit}",
+        f"set num_max_tokens_per_rank to {most} or less" if most else "not even one token fits",
+    )
+
+
 class SymmetricTransport(Transport):
     """All of `Transport` over one `Workspace`. Opening is collective.
 
     Raises:
-        BackendUnavailable, TransportFault: see `Workspace.open`.
+        BackendUnavailable: more than the memory holds; also see `Workspace.open`.
+        TransportFault: see there.
     """
 
     def __init__(self, spec: TransportSpec, link: Link, device: torch.device) -> None:
         self.spec, self.device = spec, device
+        refuse_too_large(spec, most_bytes(device, spec.ep_size))
         self.workspace = Workspace.open(buffers_of(spec), link.members, device, link.store_prefix, spec.timeout_s)
         self.rounds = Rounds(spec, self.workspace, device, link.on_expiry)
         self.plan = Plan.of(spec, device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import calls, capacity, compiled, gradients, groups, numerics, recompute, sharing
+from . import ahead, calls, capacity, compiled, gradients, groups, numerics, recompute, sharing
 
 SCENARIOS = (
     *numerics.SCENARIOS,
     *groups.SCENARIOS,
     *sharing.SCENARIOS,
+    *ahead.SCENARIOS,
     *calls.SCENARIOS,
     *gradients.SCENARIOS,
     *recompute.SCENARIOS,
