@@ -65,7 +65,7 @@ LAYERS: dict[str, set[str]] = {
         "row_capacity",
         "rows",
     },
-    "calls": {"autograd", "inputs", "opened", "recompute.frames"},
+    "calls": {"autograd", "eager", "inputs", "opened", "recompute.frames"},
     "dispatcher": {"backends.base", "calls", "group", "opened", "select"},
     "overflow": {"dispatcher", "group", "ledger", "opened", "row_capacity"},
 }

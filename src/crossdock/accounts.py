@@ -49,6 +49,7 @@ class Accounts:
         self._policies: dict[str, OnOverflow] = {}  # of layers with one of their own
         self._told = (0, 0, 0)  # of the ledger's troubles
         self._may_skip, self._has_warned = config.on_overflow == "skip_step", False
+        self._has_trained = False  # whether a dispatch came in grad mode
         self._ledger = None if device is None else self._open(device)
 
     @property
@@ -67,6 +68,7 @@ class Accounts:
         """Write a dispatch of `x [T, hidden_dim]` down; `[1]` int64: the end of its last expert's rows."""
         if self._ledger is None:  # alone: the first dispatch says where the rows live
             self._ledger = self._open(x.device)
+        self._has_trained |= facts.grad_mode
         wanted, bad_ids = received.demand
         kept, ends = received.tokens_per_expert, received.expert_offsets
         bound = int(tokens_of_call(self._config, x.shape[0], facts.num_tokens_per_rank))
@@ -128,7 +130,7 @@ class Accounts:
         if not self._may_skip or self._has_warned or (guard is not None and guard.has_stepped):
             return None
         drop = ledger.drop()
-        return drop if guard is None or at_the_end else None
+        return drop if guard is None or (at_the_end and self._has_trained) else None
 
     def _living_guard(self) -> Guard | None:
         return None if self.guard is None else self.guard()

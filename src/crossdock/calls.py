@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import autograd
+from .eager import is_plain_call
 from .errors import ContractViolation
 from .inputs import check_before_casting, check_combine
 from .names import decode_name
@@ -140,12 +141,17 @@ class LayerCalls:
         _backward_from(nodes, zero)
 
     def _scores_to_keep(self, topk_scores: Tensor) -> Tensor:
-        """As float32, for a handle: a copy, since the caller may write to its tensor, unless nobody reads it then."""
+        """As float32, for a handle: a copy, since the caller may write to its tensor, unless nobody reads it then.
+
+        Else a tensor of its own over the same memory, so that the caller's may get another shape or a history; a copy
+        again where it would keep more memory alive than it shows.
+        """
         if topk_scores.dtype != torch.float32:
             return topk_scores.to(torch.float32)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._open.transport.reads_slot_scores:
+        is_read = torch.is_grad_enabled() or self._open.transport.reads_slot_scores
+        if is_read or not is_plain_call(topk_scores) or topk_scores.untyped_storage().nbytes() > topk_scores.nbytes:
             return topk_scores.clone()
-        return topk_scores.detach() if topk_scores.requires_grad else topk_scores
+        return topk_scores.detach()
 
     def _anchor(self) -> Tensor | None:
         return self._open.anchor if torch.is_grad_enabled() else None

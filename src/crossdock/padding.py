@@ -73,7 +73,7 @@ class PaddedTransport(Transport):
 
     def rows_home(self, rows: torch.Tensor, weights: Weights | None, layout: Layout, call: Call) -> torch.Tensor:
         tokens, padded, *inner = layout
-        if weights is not None:
+        if weights is not None and self.reads_slot_scores:
             weights = weights._replace(of_slots=_longer(weights.of_slots, padded.shape[0]))
         return _shorter(self._inner.rows_home(rows, weights, inner, call), tokens.shape[0])
 

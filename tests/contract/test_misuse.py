@@ -176,6 +176,56 @@ def kept_scores(seat: Seat) -> None:
         assert kept.tolist() == [[0.5, 0.5]] * 3 and scores.tolist() == [[0.0, 0.0]] * 3
 
 
+def later_scores(seat: Seat) -> None:
+    """A buffer of scores that takes part in another step, with a history or a shape of its own, before the combine."""
+    with seat.open(CONFIG) as dispatcher:
+        x, scores, ids = inputs(grad=False)
+        gate = torch.ones(1, requires_grad=True)
+
+        def refill(buffer: Tensor) -> object:
+            return buffer.copy_(gate.expand(3, 2))
+
+        changes: list[Callable[[Tensor], object]] = [
+            refill,
+            lambda buffer: buffer.requires_grad_(),
+            lambda buffer: buffer.resize_(7, 2),
+            lambda buffer: buffer.set_(),
+            lambda buffer: setattr(buffer, "data", torch.rand(1, 2)),
+        ]
+        for change in changes:
+            buffer = scores.clone()
+            with torch.no_grad():
+                routed = dispatcher.dispatch(x, buffer, ids)
+            change(buffer)
+            assert copy.deepcopy(routed.handle).topk_scores.shape == (3, 2)
+            out = dispatcher.combine(routed.rows.requires_grad_(), routed.handle)
+            assert_bit_equal(out.detach(), x, "out")
+            out.sum().backward()
+            assert gate.grad is None and (not buffer.is_leaf or buffer.grad is None)
+        compiled = torch.compile(dispatcher.combine, fullgraph=True, backend="aot_eager")
+        assert_bit_equal(compiled(routed.rows.detach(), routed.handle), x, "out of a compiled combine")
+
+
+@every_backend(2)
+def test_what_becomes_of_scores_after_dispatch_does_not_matter(on: On, backend: str, ep_size: int):
+    on(backend, ep_size)(later_scores)
+
+
+def kept_memory(seat: Seat) -> None:
+    with seat.open(CONFIG) as dispatcher, torch.no_grad():
+        x, scores, ids = inputs(grad=False)
+        many = torch.zeros(3, 64)
+        many[:, :2] = scores
+        kept = dispatcher.dispatch(x, many[:, :2], ids).handle.topk_scores
+        assert kept.untyped_storage().nbytes() == scores.nbytes
+        assert_bit_equal(kept, scores, "what is kept")
+
+
+@every_backend(2)
+def test_a_handle_keeps_no_more_memory_alive_than_its_scores(on: On, backend: str, ep_size: int):
+    on(backend, ep_size)(kept_memory)
+
+
 @every_backend(2)
 def test_without_grad_mode_a_handle_may_share_the_scores(on: On, backend: str, ep_size: int):
     on(backend, ep_size)(kept_scores)

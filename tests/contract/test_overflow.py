@@ -487,11 +487,12 @@ def test_dropping_on_purpose_and_guarded_drops_are_not_warned_of(
 def test_a_guard_that_was_never_stepped_is_told_of_at_the_end():
     """Whoever goes on calling `optimizer.step()` has applied the steps that lack rows."""
     optimizer = OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(1))])
-    for num_steps, message in ((0, IDLE.format(0, 8, 32)), (1, None)):
+    for num_steps, trains, message in ((0, True, IDLE.format(0, 8, 32)), (1, True, None), (0, False, None)):
         dispatcher = cd.TokenDispatcher(guarded_config(row_capacity=cd.RowCapacity.rows(12)))
         guard = cd.OverflowGuard(dispatcher, optimizer)
         for _ in range(2):
-            dispatcher.layer("moe").dispatch(torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2), ids_of("hot"))
+            with torch.set_grad_enabled(trains):
+                dispatcher.layer("moe").dispatch(torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2), ids_of("hot"))
         dispatcher.check()  # it may yet be stepped
         for _ in range(num_steps):
             guard.step()
