@@ -33,8 +33,10 @@ with cd.TokenDispatcher(config, backend="all_to_all"):
 
 @pytest.mark.parametrize(
     ("late", "told"),
-    [(OPENING, "0 True [1.0, 1.0]"), ("import torch._dynamo", "{held} False [1.0, 1.0]")],
-    ids=["an opening", "torch alone"],
+    [
+        pytest.param(OPENING, "0 True [1.0, 1.0]", id="an opening"),
+        pytest.param("import torch._dynamo", "{held} False [1.0, 1.0]", id="torch alone", marks=pytest.mark.full),
+    ],
 )
 def test_a_destroyed_group_is_gone(late: str, told: str):
     done = subprocess.run(

@@ -97,7 +97,7 @@ def test_one_round_gives_the_bits_and_counts_the_bytes_of_two(changes, rounds, r
 _KINDS = ("rows and scalars", "scalars", "rows home", "rows out", "dispatch")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_rounds_in_any_order_with_ranks_that_fall_behind(seed: int):
     """Whatever comes before and behind it, and however late a rank is, each call brings what it brings alone."""
     draw = random.Random(seed)

@@ -126,9 +126,11 @@ def _assert_dawdles(ptx: str) -> None:
         assert sum("atom." in line for line in body) == 1 and not _parts_ways(body)
 
 
+_MORE = ("publish routing", "arrange and move", "combine with scalars", "swap scalars")
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["tell chunks", "publish routing", "arrange and move", "move rows", "combine with scalars", "swap scalars"],
+    "name", ["tell chunks", "move rows", *(pytest.param(name, marks=pytest.mark.full) for name in _MORE)]
 )
 def test_slowed_kernels_compile_for_hopper(name: str):
     prompt = compiled(cases()[name])
