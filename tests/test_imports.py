@@ -30,6 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "types": set(),
     "ordering": set(),
     "dynamo": set(),
+    "callers": set(),
     "kernels": set(),
     "permute": set(),
     "row_memory": set(),
@@ -51,10 +52,11 @@ LAYERS: dict[str, set[str]] = {
     "select": {"backends", "group", "row_capacity"},
     "padding": {"backends.base"},
     "layer_sizes": {"row_capacity"},
-    "accounts": {"backends.base", "group", "inputs", "ledger", "row_capacity"},
+    "accounts": {"backends.base", "callers", "group", "inputs", "ledger", "row_capacity"},
     "opened": {
         "accounts",
         "backends.base",
+        "callers",
         "dynamo",
         "group",
         "inputs",
@@ -66,7 +68,7 @@ LAYERS: dict[str, set[str]] = {
         "rows",
     },
     "calls": {"autograd", "eager", "inputs", "opened", "recompute.frames"},
-    "dispatcher": {"backends.base", "calls", "group", "opened", "select"},
+    "dispatcher": {"backends.base", "callers", "calls", "group", "opened", "select"},
     "overflow": {"dispatcher", "group", "ledger", "opened", "row_capacity"},
 }
 # These use what a user may use: the package's own names, and its public modules.

@@ -96,6 +96,14 @@ def test_a_registry_of_prometheus_client(stats: cd.DispatcherStats):
     assert samples == ours
 
 
+def test_labels_are_text_under_names_that_prometheus_takes(stats: cd.DispatcherStats):
+    exporter = PrometheusExporter({"rank": 3})
+    exporter.update(stats)
+    assert 'rank="3"' in exporter.text()
+    with pytest.raises(cd.ConfigError, match=r"labels \['1st', '__x', 'ep-rank'\] are no names that Prometheus takes"):
+        PrometheusExporter({"ep-rank": 0, "1st": 1, "__x": 2, "fine_1": 3})
+
+
 def test_labels_that_are_taken():
     with pytest.raises(cd.ConfigError, match=r"labels \['layer'\] are the exporter's own: name yours otherwise"):
         PrometheusExporter({"layer": "x"})

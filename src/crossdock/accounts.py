@@ -6,8 +6,6 @@ it has counted becomes an error, a warning, or news for a guard.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 import weakref
 from typing import Protocol
@@ -16,13 +14,12 @@ import torch
 from torch import Tensor
 
 from .backends.base import Received, TransportSpec
+from .callers import level_of_caller
 from .group.fingerprint import CallFacts
 from .inputs import refuse_late
 from .ledger import DeviceLedger, Drop, Entry, HostLedger, open_ledger
 from .row_capacity import tokens_of_call, what_to_change
 from .types import DispatcherConfig, LayerStats, OnOverflow
-
-_INSIDE = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (__file__, torch.__file__))
 
 
 class Guard(Protocol):
@@ -112,7 +109,7 @@ class Accounts:
         if unwatched is not None:
             self._has_warned = True
             idle = self._living_guard() is not None
-            warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=_level_of_caller())
+            warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=level_of_caller())
         return None
 
     def of_layers(self) -> dict[str, LayerStats]:
@@ -140,22 +137,15 @@ class Accounts:
         applied = "there is no guard, so a step may have been applied"
         if self._living_guard() is not None:
             applied = "the guard applies no step that lacks rows"
+        others = ", and more if other ranks asked for more" if self._spec.ep_size > 1 else ""
         return (
             f"layer {trouble.layer!r} on rank {self._spec.rank}: a dispatch asked for {trouble.demand} rows, and"
             f" row_capacity {self._config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
-            f" {what_to_change(self._config, trouble.demand, trouble.capacity)}; {applied}"
+            f" {what_to_change(self._config, trouble.demand, trouble.capacity)}{others}; {applied}"
         )
 
     def _open(self, device: torch.device) -> HostLedger | DeviceLedger:
         return open_ledger(self._config.expert_alignment, self._spec.num_local_experts, device)
-
-
-def _level_of_caller() -> int:
-    """The `stacklevel`, for who warns, of the first frame that is neither this package's nor torch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _advice(drop: Drop, rank: int, *, guard_is_idle: bool) -> str:

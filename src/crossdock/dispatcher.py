@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .backends.base import Backend
+from .callers import level_of_caller
 from .calls import LayerCalls
 from .errors import BackendUnavailable, ConfigError, ContractViolation
 from .group.members import resolve_members
@@ -62,6 +64,8 @@ class TokenDispatcher:
         if not isinstance(config, DispatcherConfig):
             raise ConfigError(f"config must be a DispatcherConfig, got {type(config).__name__}")
         members = resolve_members(group, device)
+        if backend == "auto" and members.transport == "none":
+            _warn_of_a_lonely_rank()
         spec = make_spec(config, members)
         with torch.inference_mode(False):  # what is made here serves calls in any mode
             chosen, self._open = open_first(config, members, spec, choose(config, spec, members, backend))
@@ -212,7 +216,7 @@ class TokenDispatcher:
                 "a CUDA graph has captured calls of this dispatcher, so its storage stays mapped: once the graph is"
                 " gone, close(graphs_destroyed=True) frees it",
                 ResourceWarning,
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
         try:
             if self._open.close.alive and self._open.session.fault is None:
@@ -264,6 +268,16 @@ class TokenDispatcher:
 
     def __repr__(self) -> str:
         return f"TokenDispatcher(backend={self.backend_name!r}, rank {self.ep_rank} of {self.ep_size})"
+
+
+def _warn_of_a_lonely_rank() -> None:
+    """Whoever was started among others has most likely forgotten to join them."""
+    if dist.is_available() and dist.is_torchelastic_launched():
+        warnings.warn(
+            "torchrun has started this process, and torch.distributed is not initialised: the dispatcher serves this"
+            " rank alone. Call torch.distributed.init_process_group first, or ask for backend='local' if that is meant",
+            stacklevel=level_of_caller(),
+        )
 
 
 class LayerView(LayerCalls):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import operations
 from .accounts import Accounts
 from .backends.base import Backend, Call, Link, Received, Transport, TransportSpec
+from .callers import level_of_caller
 from .dynamo import import_dynamo
 from .errors import BackendUnavailable, ContractViolation, InvalidInput
 from .group.fingerprint import CallFacts
@@ -306,9 +308,22 @@ class _Use:
 _mapped_for_graphs: dict[Transport, Accounts] = {}
 
 
+def _tell_of_what_nobody_heard(session: Session, accounts: Accounts) -> None:
+    """Dropped without `close`, a dispatcher cannot raise any more what it has counted since the last touch point."""
+    if session.fault is not None:
+        return
+    try:
+        news = accounts.look(at_the_end=True)
+    except InvalidInput as error:
+        news = str(error)
+    if news is not None:
+        warnings.warn(f"a dispatcher was dropped before it could raise: {news}", stacklevel=level_of_caller())
+
+
 def _close(session: Session, transport: Transport, accounts: Accounts, use: _Use, pid: int) -> None:
     if os.getpid() != pid:  # a forked child: the links are its parent's
         return
+    _tell_of_what_nobody_heard(session, accounts)
     session.close()
     if use.captured:
         transport.abandon()

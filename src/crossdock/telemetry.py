@@ -6,11 +6,14 @@ library is imported before it is needed; TensorBoard's is the caller's, through 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .errors import ConfigError
 from .types import DispatcherStats, LayerStats
+
+_LABEL = re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class ScalarWriter(Protocol):
@@ -69,14 +72,19 @@ class PrometheusExporter:
         exporter.update(dispatcher.stats())            # every now and then, where you train
 
     Args:
-        labels: put on every number, to tell ranks and dispatchers apart.
+        labels: put on every number as text, to tell ranks and dispatchers apart.
 
     Raises:
-        ConfigError: labels that the numbers have themselves.
+        ConfigError: labels that the numbers have themselves, or that Prometheus does not take.
     """
 
-    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
-        self._labels = dict(labels or {})
+    def __init__(self, labels: Mapping[str, object] | None = None) -> None:
+        self._labels = {name: str(value) for name, value in (labels or {}).items()}
+        wrong = sorted(name for name in self._labels if not _LABEL.fullmatch(name))
+        if wrong:
+            raise ConfigError(
+                f"labels {wrong} are no names that Prometheus takes: letters, digits and _, no digit first"
+            )
         taken = sorted({"layer", "expert"} & set(self._labels))
         if taken:
             raise ConfigError(f"labels {taken} are the exporter's own: name yours otherwise")

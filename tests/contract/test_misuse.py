@@ -189,7 +189,7 @@ def later_scores(seat: Seat) -> None:
             refill,
             lambda buffer: buffer.requires_grad_(),
             lambda buffer: buffer.resize_(7, 2),
-            lambda buffer: buffer.set_(),
+            lambda buffer: buffer.set_(torch.empty(0).untyped_storage()),
             lambda buffer: setattr(buffer, "data", torch.rand(1, 2)),
         ]
         for change in changes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,7 @@ def test_what_is_opened_in_inference_mode_serves_outside(on: On, backend: str, e
 
 WITHOUT_TRITON = """
 import sys
+from functools import partial
 sys.modules["triton"] = None
 import torch, crossdock as cd
 config = cd.DispatcherConfig(num_experts=4, top_k=2, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=4)
@@ -203,3 +206,16 @@ def test_the_first_call_on_a_fresh_group():
 def first_call(rank: int, trial: Problem) -> None:
     with cd.TokenDispatcher(trial.config, dist.new_group([0, 1]), "all_to_all") as dispatcher:
         solve(dispatcher, trial, rank, torch.device("cpu"))
+
+
+def test_a_device_that_is_none_is_refused():
+    config = make_config(4, 2, 8)
+    for device, sentence in (
+        ("gpu", "got 'gpu'"),
+        ("cuda:1", "device 'cuda:1' was asked for, and torch sees no GPU here"),
+    ):
+        if device.startswith("cuda") and torch.cuda.is_available():
+            continue
+        for ask in (partial(cd.TokenDispatcher, config), partial(cd.explain, config)):
+            with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
+                ask(device=device)

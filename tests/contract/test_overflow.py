@@ -331,6 +331,8 @@ def overflow_of_the_case(seat: Seat, on_overflow: str) -> tuple[float, int, int,
             dispatcher.combine(routed.rows, routed.handle)
         assert guard is None or guard.num_skipped() == 0  # no step has ended
         kept, overflows = int(routed.tokens_per_expert.sum()), ledger.stats()[""].overflows
+        if guard is not None:
+            guard.step()
         dispatcher._open.close()
     return flag, kept, overflows, message
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import linecache
 import warnings
 from collections.abc import Callable
@@ -73,3 +75,30 @@ def test_a_guard_that_was_never_stepped_is_told_of_at_the_end_of_the_with():
     assert guard.num_skipped() == 0
     assert told[0].filename == __file__
     assert "# closed here" in linecache.getline(__file__, told[0].lineno)
+
+
+def test_a_rank_that_has_not_joined_the_others_is_told(monkeypatch: pytest.MonkeyPatch):
+    config = guarded_config(row_capacity=cd.RowCapacity.rows(12))
+    cd.TokenDispatcher(config).close()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")  # as torchrun does
+    with pytest.warns(UserWarning, match="torchrun has started this process, and torch.distributed is not") as told:
+        cd.TokenDispatcher(config).close()
+    assert told[0].filename == __file__
+    cd.TokenDispatcher(config, backend="local").close()  # asked for by name
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_an_overflow_of_a_dispatcher_that_is_dropped_is_told(is_heard: bool):
+    config = dataclasses.replace(guarded_config(row_capacity=cd.RowCapacity.rows(12)), on_overflow="raise")
+    dispatcher = cd.TokenDispatcher(config)
+    dispatcher.dispatch(torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2), ids_of("hot"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if is_heard:
+            with pytest.raises(cd.CapacityOverflow):
+                dispatcher.check()
+        del dispatcher
+        gc.collect()
+    messages = [str(each.message) for each in told]
+    assert len(messages) == (not is_heard)
+    assert all("dropped before it could raise: layer '' on rank 0" in message for message in messages)

@@ -53,7 +53,7 @@ def resolve_members(group: Any, device: torch.device | str | None) -> Members:
     """Find out who `group` is: a ProcessGroup, an in-process member, or None for the default group.
 
     Raises:
-        ConfigError: this process is not in the group.
+        ConfigError: this process is not in the group, or there is no such device.
     """
     wanted = _indexed(device)
     if group is not None and not isinstance(group, dist.ProcessGroup) and group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -82,7 +82,12 @@ def _indexed(device: torch.device | str | None) -> torch.device | None:
     """The device as tensors name theirs: a GPU has a number, the CPU has none."""
     if device is None:
         return None
-    plain = torch.device(device)
+    try:
+        plain = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be one of torch's, such as 'cpu' or 'cuda', got {device!r}") from error
+    if plain.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {str(device)!r} was asked for, and torch sees no GPU here")
     if plain.type == "cuda" and plain.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if plain.type == "cpu" else plain
