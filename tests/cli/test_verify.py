@@ -119,13 +119,18 @@ class Bent(AllToAllBackend):
 """
 
 
-def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "bent.py").write_text(BENT)
+def install_bent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """A package with a backend named "bent"; the ranks that are started have it too."""
+    (tmp_path / "bent.py").write_text(source)
     facts = tmp_path / "bent-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: bent\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[crossdock.backends]\nbent = bent:Bent\n")
-    monkeypatch.syspath_prepend(tmp_path)  # the ranks that are started have it too
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install_bent(tmp_path, monkeypatch, BENT)
     record = tmp_path / "verify.json"
     done = crossdock("verify", "--backend", "bent", "--only", "skewed", "--json", str(record), COLUMNS="200")
     assert done.exit_code == 1, done.output
@@ -136,6 +141,29 @@ def test_a_backend_of_a_package_that_is_wrong(tmp_path: Path, monkeypatch: pytes
     reasons = {cell["message"].partition(": ")[0] for cell in cells if cell["status"] == "skipped"}
     assert reasons <= {"dtypes", "row_capacities"}
     assert {cell["status"] for cell in cells if cell["group"] == "rows"} == {"passed", "skipped"}
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("│ rows "))
+    reasons_of_rows = [cell["message"] for cell in cells if cell["group"] == "rows" and cell["status"] == "skipped"]
+    lacking = [reason for reason in reasons_of_rows if reason.startswith("row_capacities: ")]
+    assert re.search(rf"row_capacities: [a-z_, ]+ \({len(lacking)} cells?\)", done.stdout), row
+    assert done.stdout.count("row_capacities: ") == 3  # in a line each of the groups that failed nowhere
+
+
+REFUSING = BENT.replace(
+    "    def open(",
+    """    def refusal(self, spec, group):
+        return f"it serves one rank, and this group has {group.size}" if group.size > 1 else None
+
+    def open(""",
+)
+
+
+def test_a_backend_that_refuses_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install_bent(tmp_path, monkeypatch, REFUSING)
+    done = crossdock("verify", "--backend", "bent", "--only", "skewed", "--jobs", "2")
+    assert (done.exit_code, done.stdout) == (2, "")
+    sentence = "backend 'bent' is not available here: it serves one rank, and this group has 2"
+    assert done.stderr == f"crossdock verify: {sentence}\n"
+    assert crossdock("verify", "--backend", "bent", "--only", "skewed", "--ranks", "1").exit_code == 1
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 import crossdock as cd
 from crossdock.backends.base import Backend, BackendTraits, Link, Transport, TransportSpec
 from crossdock.backends.loopback import LoopbackBackend
-from crossdock.testing import Cell, CellResult, ThreadRunner, Workload, conformance_cells, run_cell, traits_of
+from crossdock.permute import SlotMap
+from crossdock.testing import (
+    Cell,
+    CellResult,
+    ThreadRunner,
+    Workload,
+    conformance_cells,
+    run_cell,
+    traits_of,
+    why_unavailable,
+)
 from crossdock.testing.conformance import missing_trait
 from crossdock.testing.pairwise import every_pair
 from crossdock.testing.workloads import FACTORS, ROUTINGS, whole_grid
@@ -79,6 +90,111 @@ def test_scenarios_name_the_trait_that_they_need():
 def test_unknown_backends_have_no_traits():
     with pytest.raises(cd.ConfigError, match="unknown backend 'typo'"):
         traits_of("typo")
+
+
+LESS: dict[str, dict[str, Any]] = {
+    "exact alone": {"row_capacities": frozenset({"exact"})},
+    "exact alone on this device": {"sync_free_devices": frozenset({"cuda"})},
+    "no number of rows": {"row_capacities": frozenset({"exact", "worst_case", "balanced"})},
+    "no balanced rows": {"row_capacities": frozenset({"exact", "rows"})},
+    "two dtypes, exact alone": {
+        "dtypes": frozenset({torch.bfloat16, torch.float32}),
+        "row_capacities": frozenset({"exact"}),
+    },
+    "hardly anything": {
+        "dtypes": frozenset({torch.bfloat16}),
+        "row_capacities": frozenset({"exact"}),
+        "reductions": frozenset({"fast"}),
+        "duplicate_experts": False,
+        "ordered_rows": False,
+        "max_top_k": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3])
+@pytest.mark.parametrize("less", LESS)
+def test_every_pair_that_a_backend_offers_is_run(less: str, ep_size: int):
+    traits = dataclasses.replace(LoopbackBackend.traits, **LESS[less])
+    cells = conformance_cells(ep_size, traits=traits)
+    assert len({str(cell) for cell in cells}) == len(cells)
+    assert [cell for cell in cells if cell in conformance_cells(ep_size)] == conformance_cells(ep_size)
+    run = [cell.what for cell in cells if isinstance(cell.what, Workload) and missing_trait(cell, traits) is None]
+    assert {workload.dtype for workload in run} == traits.dtypes & set(FACTORS["dtype"])
+    for a, b in combinations(FACTORS, 2):
+        pairs = {(getattr(workload, a), getattr(workload, b)) for workload in run}
+        lacking = {(x, y) for x, _ in pairs for _, y in pairs} - pairs
+        too_small = {a, b} == {"alignment", "capacity"}  # by alignment it is of a kind that is offered, or is not
+        assert {pair for pair in lacking if not (too_small and "too small" in pair)} == set()
+
+
+def test_a_backend_that_can_run_no_workload_has_no_cells_of_its_own():
+    for changed in (
+        dataclasses.replace(LoopbackBackend.traits, dtypes=frozenset()),
+        dataclasses.replace(LoopbackBackend.traits, hidden_multiple=16),
+    ):
+        assert conformance_cells(2, traits=changed) == conformance_cells(2)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["pairs", "full"])
+def test_a_backend_that_offers_everything_has_no_cells_of_its_own(full: bool):
+    cells = conformance_cells(2, full=full)
+    assert conformance_cells(2, full=full, traits=LoopbackBackend.traits) == cells
+
+
+def test_the_whole_grid_has_every_choice_that_a_backend_offers():
+    traits = dataclasses.replace(LoopbackBackend.traits, row_capacities=frozenset({"exact"}))
+    cells = conformance_cells(1, full=True, traits=traits)
+    exact = [cell.what for cell in cells if isinstance(cell.what, Workload) and cell.what.capacity == "exact"]
+    assert len(set(exact)) == len(exact) == len(list(whole_grid(1)))
+
+
+def of_one_rank(how: str) -> Backend:
+    """The backend of the page for authors of backends, bent in some cells."""
+    names: dict[str, Any] = {"__name__": "page"}
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-backend.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+
+    transport_class: Any = names["OneRankTransport"]
+    backend_class: Any = names["OneRankBackend"]
+
+    class BentTransport(transport_class):  # type: ignore[misc]
+        def bends(self, what: str, rows: torch.Tensor) -> bool:
+            return how == what and rows.dtype == torch.float32 and self.spec.expert_alignment in (32, 128)
+
+        def rows_home(self, rows: torch.Tensor, weights: Any, layout: Any, call: Any) -> torch.Tensor:
+            home: torch.Tensor = super().rows_home(rows, weights, layout, call)
+            return home * 2 if self.bends("doubled", rows) else home
+
+        def rows_out(self, x: torch.Tensor, layout: Any, call: Any) -> torch.Tensor:
+            rows: torch.Tensor = super().rows_out(x, layout, call)
+            padding = SlotMap(*layout).slot_of_row < 0
+            return rows.masked_fill(padding.unsqueeze(1), 7.0) if self.bends("dirty padding", rows) else rows
+
+    class BentBackend(backend_class):  # type: ignore[misc]
+        def open(self, spec: TransportSpec, link: Link) -> Transport:
+            return BentTransport(spec)
+
+    made: Backend = BentBackend()
+    return made
+
+
+@pytest.mark.parametrize(("how", "groups"), [("doubled", {"output"}), ("dirty padding", {"rows"}), ("nowhere", set())])
+def test_a_backend_of_exact_capacity_alone_is_found_out_by_pairs(how: str, groups: set[str]):
+    backend = of_one_rank(how)
+    cells = conformance_cells(1, traits=backend.traits)
+    results = [result for cell in cells if isinstance(cell.what, Workload) for result in run(backend, cell.what)]
+    failed = {result.group for result in results if result.status == "failed"}
+    assert failed >= groups and bool(failed) == bool(groups)
+    assert "passed" in {result.status for result in results}
+
+
+def test_a_refusal_that_no_trait_tells_is_told_before_all_cells():
+    traits = traits_of("local")
+    sentence = "backend 'local' is not available here: it serves one rank, and this group has 2"
+    assert ThreadRunner(1, "local")(why_unavailable, traits) == [None]
+    assert ThreadRunner(2, "local")(why_unavailable, traits) == [sentence] * 2
+    assert ThreadRunner(2, "loopback")(why_unavailable, traits_of("loopback")) == [None] * 2
 
 
 class Bent(Backend):

@@ -1,17 +1,18 @@
 """The conformance suite: a table of cells, each one check of one workload or one scenario, run on every rank.
 
-    for cell in conformance_cells(ep_size=2):                       # on every rank, in this order
+    for cell in conformance_cells(2, traits=backend.traits):        # on every rank, in this order
         results += run_cell(seat, cell, backend.traits)
 
-Nothing but a trait that a backend states can skip a cell, and the skip names it. The suite needs no pytest; the
-contract tests and `crossdock verify` both run it.
+Nothing but a trait that a backend states can skip a cell, and the skip names it. Further cells make up for the pairs of
+values that it offers and that only skipped cells have. The suite needs no pytest; the contract tests and `crossdock
+verify` both run it.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from .checks import CHECKS, Trial, try_problem
 from .scenario import Scenario
 from .scenarios import SCENARIOS
 from .seats import Seat
-from .workloads import Workload, pairwise_grid, whole_grid
+from .workloads import Workload, kind_of_capacity, pairwise_grid, rest_of_pairs, whole_grid
 
 Status = Literal["passed", "skipped", "failed"]
 
@@ -67,11 +68,49 @@ class CellResult:
     detail: str = ""
 
 
-def conformance_cells(ep_size: int, *, full: bool = False) -> list[Cell]:
-    """Every cell for a group size: the workload grid (pairs of its values, or all of it) and the scenarios."""
-    grid = whole_grid(ep_size) if full else pairwise_grid(ep_size)
+def conformance_cells(
+    ep_size: int, *, full: bool = False, traits: BackendTraits | None = None, device_type: str = "cpu"
+) -> list[Cell]:
+    """Every cell for a group size: the workload grid (pairs of its values, or all of it) and the scenarios.
+
+    With the traits of a backend also those that stand in, on a device type, for cells that it cannot run: what is left
+    covers every pair of values that it offers, or all of them. A backend that offers everything has none of these.
+    """
+    grid = list(whole_grid(ep_size) if full else pairwise_grid(ep_size))
+    if traits is not None and full:
+        grid += _exact_instead(grid, traits, device_type)
+    elif traits is not None:
+        ran = [workload for workload in grid if missing_trait(Cell(workload), traits, device_type) is None]
+        rest = rest_of_pairs(ran, ep_size, traits, device_type)
+        grid += [workload for workload in rest if missing_trait(Cell(workload), traits, device_type) is None]
     scenarios = [scenario for scenario in SCENARIOS if scenario.min_ranks <= ep_size <= scenario.max_ranks]
     return [*map(Cell, grid), *map(Cell, scenarios)]
+
+
+def _exact_instead(grid: list[Workload], traits: BackendTraits, device_type: str) -> list[Workload]:
+    """The workloads whose capacity is not offered, with the one that always is."""
+    return [
+        replace(workload, capacity="exact")
+        for workload in grid
+        if not traits.offers(kind_of_capacity(workload.capacity, workload.alignment), device_type)
+    ]
+
+
+def why_unavailable(seat: Seat, traits: BackendTraits) -> str | None:
+    """Why the backend that a seat names refuses every workload that its traits offer, in a sentence.
+
+    Local: asks no other rank once the group is there, and opens nothing. None if it takes any workload, if its traits
+    offer none, or if the seat has a `Backend` instead of a name.
+    """
+    group, why = seat.group(), None
+    for cell in conformance_cells(seat.size, traits=traits, device_type=seat.device.type):
+        if isinstance(cell.what, Workload) and missing_trait(cell, traits, seat.device.type) is None:
+            candidates = explain(cell.what.problem().config, group, device=seat.device).candidates
+            refused = next((each.why_not for each in candidates if each.name == seat.backend), None)
+            if refused is None:
+                return None
+            why = why or f"backend {seat.backend!r} is not available here: {refused}"
+    return why
 
 
 def run_cell(seat: Seat, cell: Cell, traits: BackendTraits) -> list[CellResult]:

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
+from ..backends.base import BackendTraits
 from ..types import DispatcherConfig, Reduction, RowCapacity
 from .pairwise import every_pair
 from .problems import ExpertKind, Problem
@@ -36,6 +37,7 @@ class Routing:
         top_k: slots of a token.
         num_tokens: T by rank.
         draw: `(generator, routing, rank, T)` to expert ids `[T, top_k]` int64.
+        may_repeat: whether a draw can have a token that names an expert twice.
 
     """
 
@@ -43,6 +45,7 @@ class Routing:
     top_k: int
     num_tokens: tuple[int, ...]
     draw: Draw
+    may_repeat: bool = False
 
     @property
     def ep_size(self) -> int:
@@ -118,10 +121,10 @@ def _routing_table(ep: int) -> dict[str, Routing]:
         "skewed": Routing(4 * ep, 3, (9,) * ep, _skewed),
         "one hot expert": Routing(2 * ep, 1, (8,) * ep, _one_expert),
         "ranks without tokens": Routing(4 * ep, 2, _every_other_empty(ep), _distinct),
-        "ranks that receive nothing": Routing(3 * ep, 2, (6,) * ep, _first_rank_only),
+        "ranks that receive nothing": Routing(3 * ep, 2, (6,) * ep, _first_rank_only, may_repeat=ep > 1),
         "0 to K valid ids": Routing(4 * ep, 4, (10,) * ep, _some_absent),
         "no valid id": Routing(2 * ep, 2, (4,) * ep, _all_absent),
-        "duplicates": Routing(3 * ep, 3, (7,) * ep, _with_repeats),
+        "duplicates": Routing(3 * ep, 3, (7,) * ep, _with_repeats, may_repeat=True),
         "uneven token counts": Routing(5 * ep, 3, _uneven(ep), _distinct),
         "K above local experts": Routing(2 * ep, min(5, 2 * ep), (6,) * ep, _distinct),
         "one expert a rank": Routing(ep, min(2, ep), _uneven(ep), _distinct),
@@ -226,6 +229,7 @@ def _row_capacity(workload: Workload, routing: Routing, ids: list[torch.Tensor],
     """The capacity of a workload whose ranks may bring `bound` tokens."""
     named = torch.bincount(torch.cat(ids)[torch.cat(ids) >= 0], minlength=routing.num_experts)
     by_rank, alignment = named.view(routing.ep_size, -1), workload.alignment
+    slots = max(bound, 1) * routing.top_k
     most = int(by_rank.sum(1).max())
     most_padded = int(((by_rank + alignment - 1) // alignment * alignment).sum(1).max())
     match workload.capacity:
@@ -234,12 +238,20 @@ def _row_capacity(workload: Workload, routing: Routing, ids: list[torch.Tensor],
         case "worst_case":
             return RowCapacity.worst_case()
         case "balanced":
-            return RowCapacity.balanced(max(most, 1) / (bound * routing.top_k))
+            return RowCapacity.balanced(max(most, 1) / slots)
         case "rows":
             return RowCapacity.rows(most_padded + 2 * alignment)
-    if alignment == 1:  # half the rows, half way to the next multiple of 4
-        return RowCapacity.balanced(max(most // 2 - 2, 1) / (bound * routing.top_k))
+    if kind_of_capacity(workload.capacity, alignment) == "balanced":
+        # Half the rows, half way to the next multiple of 4.
+        return RowCapacity.balanced(max(most // 2 - 2, 1) / slots)
     return RowCapacity.rows(max(most_padded // 2 // alignment, 1) * alignment)
+
+
+def kind_of_capacity(capacity: str, alignment: int) -> str:
+    """The kind of `RowCapacity` that a workload's capacity is at an alignment."""
+    if capacity != "too small":
+        return capacity
+    return "balanced" if alignment == 1 else "rows"
 
 
 def whole_grid(ep_size: int) -> Iterator[Workload]:
@@ -254,3 +266,37 @@ def pairwise_grid(ep_size: int) -> Iterator[Workload]:
     """So many workloads of a group size that every pair of two factors' values occurs."""
     for row in every_pair(FACTORS):
         yield Workload(ep_size=ep_size, **row)
+
+
+def rest_of_pairs(ran: Sequence[Workload], ep_size: int, traits: BackendTraits, device_type: str) -> list[Workload]:
+    """Workloads for the pairs of values that a backend offers on a device and that none of those that `ran` has."""
+    rows = [{factor: getattr(workload, factor) for factor in FACTORS} for workload in ran]
+    num_ran = len(rows)
+    for factors in _offered(ep_size, traits, device_type):
+        rows += every_pair(factors, covered=rows)
+    return [Workload(ep_size=ep_size, **row) for row in rows[num_ran:]]
+
+
+def _offered(ep_size: int, traits: BackendTraits, device_type: str) -> Iterator[dict[str, Sequence[Any]]]:
+    """`FACTORS` with the offered values alone: once for all alignments that go with the same capacities."""
+
+    def offers_routing(routing: Routing) -> bool:
+        few_enough = traits.max_top_k is None or routing.top_k <= traits.max_top_k
+        return few_enough and (traits.duplicate_experts or not routing.may_repeat)
+
+    offered: dict[str, Sequence[Any]] = {
+        **FACTORS,
+        "routing": [name for name, routing in _routing_table(ep_size).items() if offers_routing(routing)],
+        "dtype": [dtype for dtype in FACTORS["dtype"] if dtype in traits.dtypes],
+        "reduction": [reduction for reduction in FACTORS["reduction"] if reduction in traits.reductions],
+        "experts": [kind for kind in FACTORS["experts"] if traits.ordered_rows or kind != "swiglu"],
+    }
+    alignments: dict[tuple[str, ...], list[int]] = {}
+    for alignment in FACTORS["alignment"]:
+        kinds = {capacity: kind_of_capacity(capacity, alignment) for capacity in FACTORS["capacity"]}
+        capacities = tuple(capacity for capacity, kind in kinds.items() if traits.offers(kind, device_type))
+        alignments.setdefault(capacities, []).append(alignment)
+    for capacities, alike in alignments.items():
+        factors = {**offered, "alignment": alike, "capacity": capacities}
+        if all(factors.values()):  # else no workload is of values that are offered
+            yield factors

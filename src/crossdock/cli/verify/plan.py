@@ -79,7 +79,8 @@ def make_plan(
         raise ConfigError(f"--jobs must be at least 1, and 1 under torchrun, got {jobs}")
     if trouble := why_not_written("--json", json):
         raise ConfigError(trouble)
-    cells = conformance_cells(num_ranks, full=full)
+    device_type = _device_type(backend, device, share_gpus, num_ranks, traits)
+    cells = conformance_cells(num_ranks, full=full, traits=traits, device_type=device_type)
     chosen = tuple(cell for cell in cells if only is None or only in str(cell))
     if not chosen:
         raise ConfigError(f"--only {only!r} is in no cell's description; one is {str(cells[0])!r}")
@@ -87,7 +88,7 @@ def make_plan(
         backend=backend,
         traits=traits,
         num_ranks=num_ranks,
-        device_type=_device_type(backend, device, share_gpus, num_ranks, traits),
+        device_type=device_type,
         share_gpus=share_gpus and torch.cuda.device_count() < _num_ranks_here(backend, num_ranks),
         jobs=jobs,
         full=full,

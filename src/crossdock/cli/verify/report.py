@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ from crossdock.testing import CellResult
 from ..environment import describe_run
 from .plan import Plan
 from .run import Finished
+
+_NOT_SAID: Final = re.compile(r"\(.*?\)|^it needs |'")  # arguments of a row capacity: its kind says enough
 
 
 def report(plan: Plan, finished: Finished) -> None:
@@ -62,8 +65,18 @@ def _table(plan: Plan, finished: Finished) -> Table:
 
 
 def _why(results: list[CellResult]) -> Text:
-    """The first failure, or the traits that skipped something."""
+    """The first failure, or the traits that skipped something: a line each, with how many cells."""
     for result in results:
         if result.status == "failed":
             return Text(f"{result.cell}, rank {result.rank}: {result.message}")
-    return Text("\n".join(sorted({result.message for result in results if result.status == "skipped"})))
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.status == "skipped":
+            trait, _, reason = result.message.partition(": ")
+            reasons.setdefault(trait, []).append(_NOT_SAID.sub("", reason))
+    return Text("\n".join(f"{trait}: {_counted(reasons[trait])}" for trait in sorted(reasons)))
+
+
+def _counted(reasons: list[str]) -> str:
+    cells = "1 cell" if len(reasons) == 1 else f"{len(reasons)} cells"
+    return f"{', '.join(sorted(set(reasons)))} ({cells})"

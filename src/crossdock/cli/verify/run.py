@@ -26,6 +26,7 @@ from crossdock.testing import (
     run_cell,
     seat_of_process,
     take_device,
+    why_unavailable,
 )
 
 from .plan import Plan
@@ -56,7 +57,12 @@ class Finished:
 
 
 def run(plan: Plan) -> Finished | None:
-    """Run every cell and return what came out; None on ranks of torchrun that do not report."""
+    """Run every cell and return what came out; None on ranks of torchrun that do not report.
+
+    Raises:
+        ConfigError: the backend refuses all that its traits offer, for a reason that is no trait.
+
+    """
     start = time.monotonic()
     by_cell = _run_under_torchrun(plan) if plan.torchrun else _run_here(plan)
     if by_cell is None:
@@ -77,8 +83,11 @@ def _run_here(plan: Plan) -> list[list[CellResult]]:
             free.put(runner)
 
     with ThreadPoolExecutor(plan.jobs) as threads, ExitStack() as sets:  # left first, which ends what is under way
-        for _ in range(plan.jobs):
-            free.put(sets.enter_context(_runner(plan)))
+        for number in range(plan.jobs):
+            runner = sets.enter_context(_runner(plan))
+            if number == 0:
+                _refuse(_why_unavailable(runner, plan))
+            free.put(runner)
         answers = [threads.submit(work, cell) for cell in plan.cells]
         try:
             done: list[list[CellResult]] = []
@@ -139,6 +148,9 @@ def _run_under_torchrun(plan: Plan) -> list[list[CellResult]] | None:
     dist.init_process_group(plan.group_backend, timeout=timedelta(seconds=_CELL_TIMEOUT_S), device_id=bound)
     try:
         seat = seat_of_process(plan.backend, device)
+        why: list[str | None] = [None] * seat.size
+        dist.all_gather_object(why, why_unavailable(seat, plan.traits))
+        _refuse(why)
         mine: list[list[CellResult]] = []
         for cell in with_progress(plan, mine) if seat.rank == 0 else plan.cells:
             mine.append(run_cell(seat, cell, plan.traits))
@@ -149,6 +161,19 @@ def _run_under_torchrun(plan: Plan) -> list[list[CellResult]] | None:
     if seat.rank != 0:
         return None
     return [_merged(list(results)) for results in zip(*by_rank, strict=True)]
+
+
+def _why_unavailable(runner: Runner, plan: Plan) -> list[str | None]:
+    try:
+        return runner(why_unavailable, plan.traits, timeout_s=_CELL_TIMEOUT_S)
+    except RanksFailed:  # the cells will tell how
+        return []
+
+
+def _refuse(why: list[str | None]) -> None:
+    """Raise a refusal of any rank: nothing could pass."""
+    if refusal := next(filter(None, why), None):
+        raise ConfigError(refusal)
 
 
 def _merged(by_rank: list[list[CellResult]]) -> list[CellResult]:
