@@ -270,9 +270,19 @@ def test_tracers_see_the_operator(dispatcher: cd.TokenDispatcher):
 
 _PACKAGE = str(Path(cd.__file__).parent)
 # What only asks, and makes nothing.
-_QUESTIONS = {"dim", "stride", "numel", "element_size", "is_contiguous", "numpy", "is_floating_point", "data_ptr"}
+_QUESTIONS = {
+    "dim",
+    "stride",
+    "numel",
+    "element_size",
+    "is_contiguous",
+    "numpy",
+    "is_floating_point",
+    "data_ptr",
+    "untyped_storage",
+}
 # Calls of torch that one eager call of ours makes, by backend: dispatch without grad, with it, and combine.
-_MOST_CALLS = {"local": (43, 43, 37), "symmetric": (25, 25, 4)}
+_MOST_CALLS = {"local": (43, 43, 37), "symmetric": (26, 25, 4)}
 
 
 def _torch_calls(program: Callable[[], Any]) -> Counter[str]:
