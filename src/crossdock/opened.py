@@ -323,10 +323,12 @@ def _tell_of_what_nobody_heard(session: Session, accounts: Accounts) -> None:
 def _close(session: Session, transport: Transport, accounts: Accounts, use: _Use, pid: int) -> None:
     if os.getpid() != pid:  # a forked child: the links are its parent's
         return
-    _tell_of_what_nobody_heard(session, accounts)
-    session.close()
-    if use.captured:
-        transport.abandon()
-        _mapped_for_graphs[transport] = accounts
-    else:
-        transport.close()
+    try:
+        _tell_of_what_nobody_heard(session, accounts)
+    finally:  # also where warnings are errors
+        session.close()
+        if use.captured:
+            transport.abandon()
+            _mapped_for_graphs[transport] = accounts
+        else:
+            transport.close()

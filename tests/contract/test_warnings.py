@@ -102,3 +102,14 @@ def test_an_overflow_of_a_dispatcher_that_is_dropped_is_told(is_heard: bool):
     messages = [str(each.message) for each in told]
     assert len(messages) == (not is_heard)
     assert all("dropped before it could raise: layer '' on rank 0" in message for message in messages)
+
+
+def test_all_is_freed_where_that_warning_is_an_error():
+    config = dataclasses.replace(guarded_config(row_capacity=cd.RowCapacity.rows(12)), on_overflow="raise")
+    dispatcher = cd.TokenDispatcher(config)
+    dispatcher.dispatch(torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2), ids_of("hot"))
+    session = dispatcher._open.session
+    with pytest.raises(UserWarning, match="dropped before it could raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatcher._open.close()
+    assert session.state.phase == "closed"
