@@ -29,6 +29,13 @@ def test_a_sweep_with_all_its_files(tmp_path: Path):
     assert "own-16: 16 tokens a rank x 64 x 8 experts, top-2, bfloat16, uniform" in done.stdout
     assert "bars of symmetric, set for 4 NVLink GPUs" in done.stdout
     assert "16 figures, all checked before" in done.stdout
+    said = done.stderr.splitlines()  # no terminal
+    assert said[:3] == [
+        "bench: who can serve own-4",
+        "bench: who can serve own-16",
+        "bench: ceilings of links and memory",
+    ]
+    assert said[3] == "bench: 1 of 4: own-4, uniform: all_to_all" and len(said) == 7
     written = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "ceilings", "failed", "refused"} <= written.keys()
     assert (written["ranks"], written["device"], written["effort"]) == (2, "cpu", {"repeats": 2, "runs": 2})

@@ -26,6 +26,7 @@ def test_both_routings_with_a_record(tmp_path: Path):
     assert done.exit_code == 0, done.output
     assert done.stdout.count("losses of all steps: the same bits") == 2
     assert "host reads of counts a step" in done.stdout
+    assert done.stderr.startswith("train-step: 1 of 8: dynamic routing, row_capacity exact()\n")
     written = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "sizes", "seconds"} <= written.keys()
     assert (written["ranks"], written["device"], written["sizes"]["num_tokens"]) == (2, "cpu", 16)

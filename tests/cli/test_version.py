@@ -6,6 +6,9 @@ import platform
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 import crossdock as cd
 from tests.cli.commands import crossdock, finished, typed
@@ -34,3 +37,17 @@ def test_without_a_command_there_is_help():
     shown = crossdock()
     assert "One token dispatcher for expert-parallel" in shown.output and "--version" in shown.output
     assert {"demo", "verify", "bench", "doctor"} <= set(shown.output.split())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("redirected", "code", "sentence"),
+    [
+        (">/dev/full", 1, "crossdock: the output could not be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("| true", 0, ""),  # the code is that of `true`
+    ],
+)
+def test_an_output_that_nobody_takes(redirected: str, code: int, sentence: str):
+    done = finished("sh", "-c", f"{sys.executable} -m crossdock.cli doctor --help {redirected}")
+    assert (done.returncode, done.stdout) == (code, "") and done.stderr == sentence

@@ -26,7 +26,8 @@ from crossdock.testing import (
 )
 from crossdock.testing.conformance import missing_trait
 from crossdock.testing.pairwise import every_pair
-from crossdock.testing.workloads import FACTORS, ROUTINGS, whole_grid
+from crossdock.testing.routings import ROUTINGS
+from crossdock.testing.workloads import FACTORS, whole_grid
 
 
 def test_every_pair_of_values_occurs_and_few_rows_do_it():
@@ -118,7 +119,11 @@ def test_every_pair_that_a_backend_offers_is_run(less: str, ep_size: int):
     traits = dataclasses.replace(LoopbackBackend.traits, **LESS[less])
     cells = conformance_cells(ep_size, traits=traits)
     assert len({str(cell) for cell in cells}) == len(cells)
-    assert [cell for cell in cells if cell in conformance_cells(ep_size)] == conformance_cells(ep_size)
+    usual = [
+        Cell(cell.what.fitted(traits)) if isinstance(cell.what, Workload) else cell
+        for cell in conformance_cells(ep_size)
+    ]
+    assert [cell for cell in cells if cell in usual] == usual
     run = [cell.what for cell in cells if isinstance(cell.what, Workload) and missing_trait(cell, traits) is None]
     assert {workload.dtype for workload in run} == traits.dtypes & set(FACTORS["dtype"])
     for a, b in combinations(FACTORS, 2):
@@ -129,11 +134,8 @@ def test_every_pair_that_a_backend_offers_is_run(less: str, ep_size: int):
 
 
 def test_a_backend_that_can_run_no_workload_has_no_cells_of_its_own():
-    for changed in (
-        dataclasses.replace(LoopbackBackend.traits, dtypes=frozenset()),
-        dataclasses.replace(LoopbackBackend.traits, hidden_multiple=16),
-    ):
-        assert conformance_cells(2, traits=changed) == conformance_cells(2)
+    traits = dataclasses.replace(LoopbackBackend.traits, dtypes=frozenset())
+    assert conformance_cells(2, traits=traits) == conformance_cells(2)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["pairs", "full"])
@@ -286,3 +288,50 @@ def test_the_order_of_rows_counts_unless_the_trait_says_otherwise():
         results = run(Bent("dispatch: rows swapped", traits), workload)
         (on_last_rank,) = [result.status for result in results if result.group == "rows" and result.rank == 1]
         assert on_last_rank == wanted
+
+
+class Modest(Backend):
+    """A loopback that can do what vendors' libraries can, and fails where it is asked for more."""
+
+    name = "modest"
+    traits = dataclasses.replace(
+        LoopbackBackend.traits,
+        dtypes=frozenset({torch.bfloat16}),
+        row_capacities=frozenset({"exact", "worst_case"}),
+        reductions=frozenset({"fast"}),
+        ordered_rows=False,
+        duplicate_experts=False,
+        max_top_k=4,
+        hidden_multiple=128,
+    )
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        assert (spec.dtype, spec.reduction, spec.hidden_dim % 128) == (torch.bfloat16, "fast", 0)
+        assert spec.top_k <= 4 and spec.row_capacity.kind in self.traits.row_capacities
+        transport = LoopbackBackend().open(spec, link)
+        dispatch = transport.dispatch
+
+        def distinct(x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, *rest: Any) -> Any:
+            for named in ([id_ for id_ in of_token if id_ >= 0] for of_token in expert_ids.tolist()):
+                assert len(set(named)) == len(named), f"a token names {named}"
+            return dispatch(x, scores, expert_ids, *rest)
+
+        transport.dispatch = distinct  # type: ignore[assignment, method-assign]
+        return transport
+
+
+def test_a_backend_that_can_do_little_is_tried_in_all_that_it_can():
+    cells = conformance_cells(2, traits=Modest.traits)
+    runner = ThreadRunner(2, Modest())
+    quick = [cell for cell in cells if "inductor" not in str(cell) and "worst case: the same bits" not in str(cell)]
+    by_cell = {cell: [r for rank in runner(run_cell, cell, Modest.traits) for r in rank] for cell in quick}
+    results = [result for results in by_cell.values() for result in results]
+    assert [(r.group, r.cell, r.message) for r in results if r.status == "failed"] == []
+    passed = {result.group for result in results if result.status == "passed"}
+    assert {group for cell in cells for group in cell.groups} - passed == {"same bits"}
+    reasons = {result.message.partition(":")[0] for result in results if result.status == "skipped"}
+    assert "hidden_multiple" not in reasons and "ordered_rows" in reasons
+    ran = [cell.what for cell, of_cell in by_cell.items() if of_cell[0].status == "passed"]
+    workloads = [what for what in ran if isinstance(what, Workload)]
+    assert len(workloads) > 20
+    assert {(what.hidden_dim, what.distinct_experts, what.ordered_rows) for what in workloads} == {(128, True, False)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -43,6 +46,21 @@ app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 
+_NOT_TAKEN = {errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF}
+
+
 def main() -> None:
-    """Run the command that was typed."""
-    app()
+    """Run the command that was typed; where nobody takes what it prints, a sentence says so."""
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed
+                sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NOT_TAKEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter still has of it
+        if error.errno != errno.EPIPE:  # as of `| head`, which has seen enough
+            print(f"crossdock: the output could not be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)

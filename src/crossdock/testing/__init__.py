@@ -7,10 +7,10 @@ from ._rank import take_device
 from ._world import RankResult
 from .checks import check_problem
 from .compare import assert_bit_equal, assert_within_baseline
-from .conformance import Cell, CellResult, conformance_cells, run_cell, traits_of, why_unavailable
+from .conformance import Cell, CellResult, conformance_cells, run_cell, why_unavailable
 from .problems import Problem
 from .ranks import RankPool, RanksFailed, StartedRanks, run_ranks, start_ranks
-from .seats import PoolRunner, Runner, Seat, ThreadRunner, seat_of_process
+from .seats import PoolRunner, Runner, Seat, ThreadRunner, seat_of_process, traits_of
 from .workloads import Workload
 
 __all__ = [

@@ -24,7 +24,6 @@ class Trial:
 
     Attributes:
         rank: of the problem's group.
-        ordered_rows: whether rows must come in the contract's order (`BackendTraits.ordered_rows`).
 
     """
 
@@ -33,7 +32,6 @@ class Trial:
     attempt: Attempt
     outcome: Outcome
     expected_of_all: list[Expected]
-    ordered_rows: bool = True
 
     @property
     def expected(self) -> Expected:
@@ -41,22 +39,20 @@ class Trial:
         return self.expected_of_all[self.rank]
 
 
-def try_problem(
-    seat: Seat, problem: Problem, ranks: tuple[int, ...] | None = None, *, ordered_rows: bool = True
-) -> Trial | None:
+def try_problem(seat: Seat, problem: Problem, ranks: tuple[int, ...] | None = None) -> Trial | None:
     """Open a dispatcher over some ranks (or all) and solve the problem there; None on ranks that are not among them."""
     group = seat.group(ranks)
     if group is None:
         return None
     with seat.open(problem.config, group) as dispatcher:
         attempt = forward(dispatcher, problem, dispatcher.ep_rank, seat.device)
-        return judge(attempt, attempt.backward(), ordered_rows=ordered_rows)
+        return judge(attempt, attempt.backward())
 
 
-def judge(attempt: Attempt, outcome: Outcome, *, ordered_rows: bool = True) -> Trial:
+def judge(attempt: Attempt, outcome: Outcome) -> Trial:
     """An attempt and its outcome with what should have come out."""
     problem, rank = attempt.sent.problem, attempt.sent.rank
-    return Trial(problem, rank, attempt, outcome, expected(problem, attempt.sent.x.device), ordered_rows)
+    return Trial(problem, rank, attempt, outcome, expected(problem, attempt.sent.x.device))
 
 
 def finish(attempt: Attempt) -> None:
@@ -159,7 +155,7 @@ def _num_rows(want: Outcome) -> int:
 def _in_order(trial: Trial, got: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
     """Both as they are, or, for a backend without the contract's order, each expert's rows sorted by their values."""
     got, want = got.detach().cpu(), want.cpu()
-    if trial.ordered_rows or got.shape != want.shape:
+    if trial.problem.ordered_rows or got.shape != want.shape:
         return got, want
     ends = trial.expected.outcome.expert_offsets
     return _sorted_groups(got, ends), _sorted_groups(want, ends)

@@ -16,17 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
-from .. import Backend, DispatcherConfig, explain
+from .. import explain
 from ..backends.base import BackendTraits
-from ..backends.loopback import LoopbackGroup
-from ..errors import ConfigError
 from .checks import CHECKS, Trial, try_problem
 from .scenario import Scenario
 from .scenarios import SCENARIOS
 from .seats import Seat
-from .workloads import Workload, kind_of_capacity, pairwise_grid, rest_of_pairs, whole_grid
+from .workloads import NotOffered, Workload, kind_of_capacity, pairwise_grid, rest_of_pairs, whole_grid
 
 Status = Literal["passed", "skipped", "failed"]
 
@@ -77,14 +73,18 @@ def conformance_cells(
     covers every pair of values that it offers, or all of them. A backend that offers everything has none of these.
     """
     grid = list(whole_grid(ep_size) if full else pairwise_grid(ep_size))
-    if traits is not None and full:
-        grid += _exact_instead(grid, traits, device_type)
-    elif traits is not None:
-        ran = [workload for workload in grid if missing_trait(Cell(workload), traits, device_type) is None]
-        rest = rest_of_pairs(ran, ep_size, traits, device_type)
-        grid += [workload for workload in rest if missing_trait(Cell(workload), traits, device_type) is None]
+    if traits is not None:
+        grid = [workload.fitted(traits) for workload in grid]
+        grid += _exact_instead(grid, traits, device_type) if full else _further_pairs(grid, traits, device_type)
     scenarios = [scenario for scenario in SCENARIOS if scenario.min_ranks <= ep_size <= scenario.max_ranks]
     return [*map(Cell, grid), *map(Cell, scenarios)]
+
+
+def _further_pairs(grid: list[Workload], traits: BackendTraits, device_type: str) -> list[Workload]:
+    """Workloads that a backend can run, for the pairs that only those have which it cannot."""
+    ran = [workload for workload in grid if workload.missing_trait(traits, device_type) is None]
+    rest = [workload.fitted(traits) for workload in rest_of_pairs(ran, grid[0].ep_size, traits, device_type)]
+    return [workload for workload in rest if workload.missing_trait(traits, device_type) is None]
 
 
 def _exact_instead(grid: list[Workload], traits: BackendTraits, device_type: str) -> list[Workload]:
@@ -114,30 +114,22 @@ def why_unavailable(seat: Seat, traits: BackendTraits) -> str | None:
 
 
 def run_cell(seat: Seat, cell: Cell, traits: BackendTraits) -> list[CellResult]:
-    """Run one cell on this rank: one result for each of its check groups. Collective over the seat's world."""
+    """Run one cell on this rank: one result for each of its check groups. Collective over the seat's world.
+
+    A workload is run as the traits want it, see `Workload.fitted`.
+    """
+    if isinstance(cell.what, Workload):
+        cell = Cell(cell.what.fitted(traits))
     missing = missing_trait(cell, traits, seat.device.type)
     if missing is not None:
         return [_result(group, cell, seat, "skipped", missing) for group in cell.groups]
     if isinstance(cell.what, Workload):
-        return _run_workload(seat, cell, cell.what, traits)
+        return _run_workload(seat, cell, cell.what)
     scenario = cell.what
-    return [_report(scenario.group, cell, seat, lambda: scenario.check(seat))]
-
-
-def traits_of(backend: str | Backend) -> BackendTraits:
-    """The traits of a backend, which is named or given.
-
-    Raises:
-        ConfigError: no backend has this name.
-
-    """
-    if not isinstance(backend, str):
-        return backend.traits
-    config = DispatcherConfig(num_experts=1, top_k=1, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=1)
-    traits = {candidate.name: candidate.traits for candidate in explain(config, LoopbackGroup(1).member(0)).candidates}
-    if backend not in traits:
-        raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, traits))}")
-    return traits[backend]
+    try:
+        return [_report(scenario.group, cell, seat, lambda: scenario.check(seat))]
+    except NotOffered as missing:
+        return [_result(scenario.group, cell, seat, "skipped", str(missing))]
 
 
 def missing_trait(cell: Cell, traits: BackendTraits, device_type: str = "cpu") -> str | None:
@@ -152,31 +144,7 @@ def missing_trait(cell: Cell, traits: BackendTraits, device_type: str = "cpu") -
             if name == "row_capacities" and not traits.offers(value, device_type)
         ]
         return wanting[0] if wanting else None
-    workload, problem = cell.what, cell.what.problem()
-    top_k, hidden_dim = problem.config.top_k, problem.config.hidden_dim
-    wants = (
-        ("reductions", workload.reduction in traits.reductions, workload.reduction),
-        ("row_capacities", problem.config.row_capacity.kind in traits.row_capacities, str(problem.config.row_capacity)),
-        (
-            "sync_free_devices",
-            traits.offers(problem.config.row_capacity.kind, device_type),
-            f"{problem.config.row_capacity} on {device_type}",
-        ),
-        ("dtypes", workload.dtype in traits.dtypes, str(workload.dtype)),
-        (
-            "duplicate_experts",
-            traits.duplicate_experts or not workload.repeats_experts,
-            "a token names an expert twice",
-        ),
-        ("max_top_k", traits.max_top_k is None or top_k <= traits.max_top_k, f"top_k is {top_k}"),
-        ("hidden_multiple", hidden_dim % traits.hidden_multiple == 0, f"hidden_dim is {hidden_dim}"),
-        (
-            "ordered_rows",
-            traits.ordered_rows or workload.experts != "swiglu",
-            "a product's bits depend on the row order",
-        ),
-    )
-    return next((f"{name}: {why}" for name, offered, why in wants if not offered), None)
+    return cell.what.missing_trait(traits, device_type)
 
 
 def _values(traits: BackendTraits, name: str) -> Any:
@@ -184,11 +152,11 @@ def _values(traits: BackendTraits, name: str) -> Any:
     return value if isinstance(value, frozenset) else (value,)
 
 
-def _run_workload(seat: Seat, cell: Cell, workload: Workload, traits: BackendTraits) -> list[CellResult]:
+def _run_workload(seat: Seat, cell: Cell, workload: Workload) -> list[CellResult]:
     trials: list[Trial] = []
 
     def solve() -> None:
-        trial = try_problem(seat, workload.problem(), ordered_rows=traits.ordered_rows)
+        trial = try_problem(seat, workload.problem())
         assert trial is not None, "every rank is in the group of all ranks"
         trials.append(trial)
 
@@ -201,7 +169,7 @@ def _run_workload(seat: Seat, cell: Cell, workload: Workload, traits: BackendTra
 def _report(group: str, cell: Cell, seat: Seat, attempt: Callable[[], None]) -> CellResult:
     try:
         attempt()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, NotOffered):
         raise
     except BaseException as fault:  # noqa: BLE001  # whatever a backend raises is this cell's result, and the suite goes on
         first_line = (str(fault).strip() or "no message").splitlines()[0]

@@ -31,6 +31,7 @@ class Problem:
         experts: what runs on the rows.
         apply_scores: whether combine applies the scores; otherwise the experts do.
         strided: hand the inputs over non-contiguous, the ids as int32, with `num_tokens_per_rank` and the histogram.
+        ordered_rows: whether rows must come in the contract's order; else each expert's may come in any.
 
     """
 
@@ -42,6 +43,7 @@ class Problem:
     experts: ExpertKind = "linear"
     apply_scores: bool = True
     strided: bool = False
+    ordered_rows: bool = True
 
     @classmethod
     def draw(cls, config: DispatcherConfig, ids: Sequence[Tensor], generator: torch.Generator) -> Problem:
@@ -66,6 +68,12 @@ class Problem:
     def replace(self, **changes: Any) -> Problem:
         """The same problem with some attributes changed."""
         return dataclasses.replace(self, **changes)
+
+    def redrawn(self, ids: Sequence[Tensor], seed: int) -> Problem:
+        """Other rows, gradients and scores for these ids; all else is the same."""
+        drawn = Problem.draw(self.config, ids, torch.Generator().manual_seed(seed))
+        parts = ("x", "topk_scores", "topk_expert_ids", "grad_out")
+        return self.replace(**{name: getattr(drawn, name) for name in parts})
 
     def concatenated(self) -> Problem:
         """The same tokens, all on one rank."""

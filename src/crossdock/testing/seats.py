@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,32 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import TokenDispatcher
+from .. import Backend, TokenDispatcher, explain
+from ..backends.base import BackendTraits
 from ..backends.loopback import LoopbackGroup
+from ..errors import ConfigError
 from ..types import DispatcherConfig
+from .problems import Problem
 from .ranks import RankPool
+from .workloads import FACTORS, NotOffered, Workload
 
 Result = TypeVar("Result")
+
+
+def traits_of(backend: str | Backend) -> BackendTraits:
+    """The traits of a backend, which is named or given.
+
+    Raises:
+        ConfigError: no backend has this name.
+
+    """
+    if not isinstance(backend, str):
+        return backend.traits
+    config = DispatcherConfig(num_experts=1, top_k=1, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=1)
+    traits = {candidate.name: candidate.traits for candidate in explain(config, LoopbackGroup(1).member(0)).candidates}
+    if backend not in traits:
+        raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, traits))}")
+    return traits[backend]
 
 
 class Groups(Protocol):
@@ -49,6 +70,28 @@ class Seat:
     def group(self, ranks: Sequence[int] | None = None) -> Any:
         """A group of some ranks, in that order; of all without `ranks`. None if this rank is not in it. Collective."""
         return self.groups.of(tuple(range(self.size) if ranks is None else ranks), self.rank)
+
+    @property
+    def traits(self) -> BackendTraits:
+        """Of the backend."""
+        return traits_of(self.backend)
+
+    def problem(self, routing: str, ep_size: int | None = None, **choices: Any) -> Problem:
+        """A workload of this backend, for `ep_size` ranks or all: what is not chosen is as in `Workload`, if offered.
+
+        Raises:
+            NotOffered: a trait that the backend lacks keeps it from running this; on every rank alike.
+        """
+        traits, given = self.traits, Workload(ep_size=ep_size or self.size, routing=routing)
+        offered = {"dtype": traits.dtypes, "reduction": traits.reductions}
+        for name, values in offered.items():
+            usual = getattr(given, name)
+            choices.setdefault(name, next((value for value in (usual, *FACTORS[name]) if value in values), usual))
+        workload = dataclasses.replace(given, **choices).fitted(traits)
+        missing = workload.missing_trait(traits, self.device.type)
+        if missing is not None:
+            raise NotOffered(missing)
+        return workload.problem()
 
     def open(self, config: DispatcherConfig, group: Any = None) -> TokenDispatcher:
         """Open a dispatcher over `group`, or over all ranks. Collective over the group."""

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,118 +20,18 @@ from ..backends.base import BackendTraits
 from ..types import DispatcherConfig, Reduction, RowCapacity
 from .pairwise import every_pair
 from .problems import ExpertKind, Problem
+from .routings import ROUTINGS, Routing, routing_table
 
-HIDDEN_DIM = 40  # a multiple of 8, not of 16
+HIDDEN_DIM = 40  # a multiple of 8, not of 16; more where a backend's rows must be wider
 TIMEOUT_S = 20.0
 MAX_TOKENS = 16
-
-Draw = Callable[[torch.Generator, "Routing", int, int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Who goes where, in one group size.
-
-    Attributes:
-        num_experts: over the group.
-        top_k: slots of a token.
-        num_tokens: T by rank.
-        draw: `(generator, routing, rank, T)` to expert ids `[T, top_k]` int64.
-        may_repeat: whether a draw can have a token that names an expert twice.
-
-    """
-
-    num_experts: int
-    top_k: int
-    num_tokens: tuple[int, ...]
-    draw: Draw
-    may_repeat: bool = False
-
-    @property
-    def ep_size(self) -> int:
-        """Size of the group."""
-        return len(self.num_tokens)
+_TWICE, _BITS = "a token names an expert twice", "a product's bits depend on the row order"
 
 
-# -- how ids are drawn ------------------------------------------------------------------------------------------------
+class NotOffered(Exception):
+    """A backend lacks a trait that a scenario needs; says which, as `Workload.missing_trait` does."""
 
 
-def _in_turn(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    slots = torch.arange(num_tokens * routing.top_k) + rank
-    return (slots % routing.num_experts).view(num_tokens, routing.top_k)
-
-
-def _distinct(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    return _weighted(generator, torch.ones(routing.num_experts), routing, num_tokens)
-
-
-def _skewed(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    return _weighted(generator, 1.0 / (1.0 + torch.arange(routing.num_experts)) ** 2, routing, num_tokens)
-
-
-def _weighted(generator: torch.Generator, weights: torch.Tensor, routing: Routing, num_tokens: int) -> torch.Tensor:
-    ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64)
-    for token in range(num_tokens):
-        ids[token] = torch.multinomial(weights, routing.top_k, generator=generator)
-    return ids
-
-
-def _one_expert(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    return torch.full((num_tokens, routing.top_k), routing.num_experts - 1)
-
-
-def _first_rank_only(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    return _distinct(generator, routing, rank, num_tokens) % (routing.num_experts // routing.ep_size)
-
-
-def _some_absent(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    """Token t has `t % (top_k + 1)` valid ids, at any slots."""
-    ids = _distinct(generator, routing, rank, num_tokens)
-    for token in range(num_tokens):
-        absent = torch.randperm(routing.top_k, generator=generator)[token % (routing.top_k + 1) :]
-        ids[token, absent] = -1
-    return ids
-
-
-def _all_absent(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    return torch.full((num_tokens, routing.top_k), -1)
-
-
-def _with_repeats(generator: torch.Generator, routing: Routing, rank: int, num_tokens: int) -> torch.Tensor:
-    ids = torch.randint(-1, routing.num_experts, (num_tokens, routing.top_k), generator=generator)
-    ids[::2, -1] = ids[::2, 0]
-    return ids
-
-
-# -- the routings by name ---------------------------------------------------------------------------------------------
-
-
-def _uneven(ep_size: int) -> tuple[int, ...]:
-    return tuple(itertools.islice(itertools.cycle((13, 7, 1, 10)), ep_size))
-
-
-def _every_other_empty(ep_size: int) -> tuple[int, ...]:
-    return tuple(itertools.islice(itertools.cycle((0, 7, 0, 5)), ep_size))
-
-
-def _routing_table(ep: int) -> dict[str, Routing]:
-    """Return every routing of a group of `ep` ranks."""
-    return {
-        "balanced": Routing(4 * ep, 2, (8,) * ep, _in_turn),
-        "skewed": Routing(4 * ep, 3, (9,) * ep, _skewed),
-        "one hot expert": Routing(2 * ep, 1, (8,) * ep, _one_expert),
-        "ranks without tokens": Routing(4 * ep, 2, _every_other_empty(ep), _distinct),
-        "ranks that receive nothing": Routing(3 * ep, 2, (6,) * ep, _first_rank_only, may_repeat=ep > 1),
-        "0 to K valid ids": Routing(4 * ep, 4, (10,) * ep, _some_absent),
-        "no valid id": Routing(2 * ep, 2, (4,) * ep, _all_absent),
-        "duplicates": Routing(3 * ep, 3, (7,) * ep, _with_repeats, may_repeat=True),
-        "uneven token counts": Routing(5 * ep, 3, _uneven(ep), _distinct),
-        "K above local experts": Routing(2 * ep, min(5, 2 * ep), (6,) * ep, _distinct),
-        "one expert a rank": Routing(ep, min(2, ep), _uneven(ep), _distinct),
-    }
-
-
-ROUTINGS = tuple(_routing_table(1))
 FACTORS: dict[str, tuple[Any, ...]] = {
     "routing": ROUTINGS,
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
@@ -159,6 +59,9 @@ class Workload:
         call: "plain" inputs; or "strided": non-contiguous, int32 ids, with `num_tokens_per_rank` and a histogram.
         capacity: a kind of row capacity, "balanced" just large enough and "rows" with some to spare; or "too small",
             for about half of the fullest rank's rows: the others are dropped.
+        hidden_dim: width of the rows.
+        distinct_experts: whether the configuration declares that no token names an expert twice.
+        ordered_rows: whether rows must come in the contract's order.
 
     """
 
@@ -171,17 +74,48 @@ class Workload:
     scores: Literal["after", "inside"] = "after"
     call: Literal["plain", "strided"] = "plain"
     capacity: Literal["exact", "worst_case", "balanced", "rows", "too small"] = "exact"
+    hidden_dim: int = HIDDEN_DIM
+    distinct_experts: bool = False
+    ordered_rows: bool = True
 
     def __str__(self) -> str:
         parts = (self.routing, str(self.dtype).removeprefix("torch."), f"align {self.alignment}", self.reduction)
         return ", ".join((*parts, self.experts, f"scores {self.scores}", self.call, f"capacity {self.capacity}"))
 
+    def fitted(self, traits: BackendTraits) -> Workload:
+        """The same choices as a backend needs them: wide enough, and with the declarations that it asks for."""
+        return dataclasses.replace(
+            self,
+            hidden_dim=-(-self.hidden_dim // traits.hidden_multiple) * traits.hidden_multiple,
+            distinct_experts=not traits.duplicate_experts,
+            ordered_rows=traits.ordered_rows,
+        )
+
+    def missing_trait(self, traits: BackendTraits, device_type: str) -> str | None:
+        """Which trait keeps a backend from running it on a device, with its value; None if none does."""
+        config = self.problem().config
+        capacity = config.row_capacity
+        wants = (
+            ("reductions", self.reduction in traits.reductions, self.reduction),
+            ("row_capacities", capacity.kind in traits.row_capacities, str(capacity)),
+            ("sync_free_devices", traits.offers(capacity.kind, device_type), f"{capacity} on {device_type}"),
+            ("dtypes", self.dtype in traits.dtypes, str(self.dtype)),
+            (
+                "duplicate_experts",
+                traits.duplicate_experts or not self.repeats_experts,
+                "a token names an expert twice",
+            ),
+            ("max_top_k", traits.max_top_k is None or config.top_k <= traits.max_top_k, f"top_k is {config.top_k}"),
+            ("hidden_multiple", self.hidden_dim % traits.hidden_multiple == 0, f"hidden_dim is {self.hidden_dim}"),
+            ("ordered_rows", traits.ordered_rows or self.experts != "swiglu", _BITS),
+        )
+        return next((f"{name}: {why}" for name, offered, why in wants if not offered), None)
+
     @property
     def seed(self) -> int:
         """A number of this workload alone."""
-        return int.from_bytes(
-            hashlib.sha256(repr(sorted(asdict(self).items(), key=str)).encode()).digest()[:4], "little"
-        )
+        choices = {name: getattr(self, name) for name in ("ep_size", *FACTORS)}
+        return int.from_bytes(hashlib.sha256(repr(sorted(choices.items(), key=str)).encode()).digest()[:4], "little")
 
     @property
     def repeats_experts(self) -> bool:
@@ -201,15 +135,16 @@ class Workload:
 
 @functools.lru_cache(maxsize=8)
 def _problem(workload: Workload) -> Problem:
-    routing = _routing_table(workload.ep_size)[workload.routing]
+    routing = routing_table(workload.ep_size)[workload.routing]
     config = DispatcherConfig(
         num_experts=routing.num_experts,
         top_k=routing.top_k,
-        hidden_dim=HIDDEN_DIM,
+        hidden_dim=workload.hidden_dim,
         dtype=workload.dtype,
         num_max_tokens_per_rank=MAX_TOKENS,
         expert_alignment=workload.alignment,
         reduction=workload.reduction,
+        distinct_experts=workload.distinct_experts,
         timeout_s=TIMEOUT_S,
     )
     generator = torch.Generator().manual_seed(workload.seed)
@@ -221,7 +156,10 @@ def _problem(workload: Workload) -> Problem:
         on_overflow="drop" if workload.capacity == "too small" else "raise",
     )
     return Problem.draw(config, ids, generator).replace(
-        experts=workload.experts, apply_scores=workload.scores == "after", strided=workload.call == "strided"
+        experts=workload.experts,
+        apply_scores=workload.scores == "after",
+        strided=workload.call == "strided",
+        ordered_rows=workload.ordered_rows,
     )
 
 
@@ -286,7 +224,7 @@ def _offered(ep_size: int, traits: BackendTraits, device_type: str) -> Iterator[
 
     offered: dict[str, Sequence[Any]] = {
         **FACTORS,
-        "routing": [name for name, routing in _routing_table(ep_size).items() if offers_routing(routing)],
+        "routing": [name for name, routing in routing_table(ep_size).items() if offers_routing(routing)],
         "dtype": [dtype for dtype in FACTORS["dtype"] if dtype in traits.dtypes],
         "reduction": [reduction for reduction in FACTORS["reduction"] if reduction in traits.reductions],
         "experts": [kind for kind in FACTORS["experts"] if traits.ordered_rows or kind != "swiglu"],

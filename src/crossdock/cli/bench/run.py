@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,8 +12,6 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from crossdock.bench.movements.ceilings import Ceilings
 from crossdock.bench.movements.cells import ceilings_here, field_here, measure
@@ -25,6 +22,7 @@ from crossdock.bench.movements.workloads import Workload
 from crossdock.errors import ConfigError, CrossdockError
 from crossdock.testing import RankPool, RanksFailed
 
+from ..progress import Stages, stages
 from .plan import Place, Plan
 from .sizes import Job
 
@@ -72,28 +70,28 @@ def run(plan: Plan) -> Finished | None:
         ConfigError: a value that turned out not to work on the ranks.
     """
     start = time.monotonic()
-    with ranks_at(plan.place) as (ranks, reports), _progress(reports) as progress:
-        finished = _measure_all(plan, ranks, progress)
+    with ranks_at(plan.place) as (ranks, reports), stages("bench", reports) as told:
+        finished = _measure_all(plan, ranks, told)
     finished.seconds = time.monotonic() - start
     return finished if reports else None
 
 
-def _measure_all(plan: Plan, ranks: Ranks, progress: Progress) -> Finished:
-    task, refused = progress.add_task("", total=None), dict[str, str]()
+def _measure_all(plan: Plan, ranks: Ranks, told: Stages) -> Finished:
+    refused = dict[str, str]()
     cells = []
     for job in plan.jobs:
-        progress.update(task, description=f"who can serve {job.workload.name}")
+        told.begin(f"who can serve {job.workload.name}")
         cells += [(job.workload, contender) for contender in _contenders(plan, job, ranks, refused)]
     if not cells:
         why = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise ConfigError(f"no backend can serve any workload here: {why}")
-    progress.update(task, description="ceilings of links and memory")
+    told.begin("ceilings of links and memory")
     finished = Finished(ceilings=ranks(ceilings_here), refused=refused)
-    progress.update(task, total=len(cells))
+    told.expect(len(cells))
     for workload, contender in cells:
-        progress.update(task, description=f"{workload.name}, {workload.routing}: {contender.backend}")
+        told.begin(f"{workload.name}, {workload.routing}: {contender.backend}")
         _measure_one(plan, ranks, workload, contender, finished)
-        progress.advance(task)
+        told.end()
     return finished
 
 
@@ -156,16 +154,3 @@ def _torchrun_ranks(place: Place) -> Iterator[tuple[Ranks, bool]]:
         yield call, dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=not shown) as progress:
-        yield progress

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from crossdock.bench.train_step import StepCase, StepRun
     from crossdock.bench.train_step_model import RoutingKind, StepSizes
 
+    from ..progress import Stages
     from .plan import Place
     from .run import Ranks
 
@@ -96,6 +97,7 @@ def train_step(
     from crossdock.errors import CrossdockError
     from crossdock.testing import RanksFailed
 
+    from ..progress import stages
     from .plan import place_of
     from .run import ranks_at
 
@@ -104,11 +106,12 @@ def train_step(
     try:
         place = place_of(device, ranks)
         sizes, routings = _checked(own, routing, factor, steps, runs, json, place)
-        with ranks_at(place) as (call, reports):
+        with ranks_at(place) as (call, reports), stages("train-step", reports) as told:
+            told.expect(2 * runs * len(routings))
             chosen = call(_backend, sizes, backend)
             start, pairs = time.monotonic(), []
             for each in routings:
-                pairs.append(_measure(call, sizes, each, chosen, factor, place, steps, runs))
+                pairs.append(_measure(call, told, sizes, each, chosen, factor, place, steps, runs))
                 if reports:
                     _print(_table(sizes, place, pairs[-1]))
             seconds = time.monotonic() - start
@@ -184,6 +187,7 @@ def _backend(rank: int, sizes: StepSizes, wanted: str | None) -> str:
 
 def _measure(
     call: Ranks,
+    told: Stages,
     sizes: StepSizes,
     routing: RoutingKind,
     backend: str,
@@ -200,7 +204,9 @@ def _measure(
     found: list[list[StepRun]] = [[], []]
     for _ in range(runs):
         for case, of_case in zip(cases, found, strict=True):
+            told.begin(f"{routing} routing, row_capacity {case.row_capacity}")
             of_case.append(call(run_case, case, num_steps))
+            told.end()
     waiting, free = (Measured(case, tuple(of_case)) for case, of_case in zip(cases, found, strict=True))
     return Pair(waiting, free)
 

@@ -31,6 +31,7 @@ class Plan:
         full: the whole grid.
         torchrun: whether the ranks are torchrun's.
         cells: what will be run.
+        only: the text by which cells were chosen; None: they are all that the backend can run.
         json: where to write the record.
 
     """
@@ -44,6 +45,7 @@ class Plan:
     full: bool
     torchrun: bool
     cells: tuple[Cell, ...]
+    only: str | None
     json: Path | None
 
     @property
@@ -94,6 +96,7 @@ def make_plan(
         full=full,
         torchrun=torchrun,
         cells=chosen,
+        only=only,
         json=json,
     )
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from crossdock.testing import Cell, CellResult
 
+from ..progress import bar, say
 from .plan import Plan
 
 _LINE_EVERY_S = 10.0
@@ -27,7 +27,7 @@ def with_progress(plan: Plan, done: Results) -> Generator[Cell, None, None]:
 
 def in_lines(plan: Plan, done: Results, every_s: float = _LINE_EVERY_S) -> Generator[Cell, None, None]:
     """See `with_progress`: one line at the beginning, then one when `every_s` have passed since the last."""
-    _say(f"{len(plan.cells)} cells on {plan.num_ranks} {plan.device_type} ranks")
+    say("verify", f"{len(plan.cells)} cells on {plan.num_ranks} {plan.device_type} ranks")
     start = last = time.monotonic()
     for cell in plan.cells:
         yield cell
@@ -35,23 +35,12 @@ def in_lines(plan: Plan, done: Results, every_s: float = _LINE_EVERY_S) -> Gener
         if now - last >= every_s:
             counts = Counter(result.status for results in done for result in results)
             checks = f"{counts['passed']} checks passed, {counts['failed']} failed"
-            _say(f"{len(done)} of {len(plan.cells)} cells, {checks}, {now - start:.0f} s")
+            say("verify", f"{len(done)} of {len(plan.cells)} cells, {checks}, {now - start:.0f} s")
             last = now
 
 
-def _say(text: str) -> None:
-    print(f"verify: {text}", file=sys.stderr, flush=True)
-
-
 def _in_a_bar(plan: Plan, console: Console) -> Generator[Cell, None, None]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with bar(console) as progress:
         task = progress.add_task("verify", total=len(plan.cells))
         for cell in plan.cells:
             progress.update(task, description=str(cell)[:60].ljust(60))

@@ -29,6 +29,8 @@ def report(plan: Plan, finished: Finished) -> None:
     console.print(_table(plan, finished))
     counts = Counter(result.status for result in finished.results)
     verdict = "conforms" if finished.all_passed else "does NOT conform"
+    if finished.all_passed and plan.only is not None:
+        verdict += " as far as --only goes"
     console.print(
         f"{plan.backend} on {plan.num_ranks} {plan.device_type} ranks {verdict}: {counts['passed']} checks passed,"
         f" {counts['skipped']} skipped, {counts['failed']} failed in {finished.seconds:.0f} s",
@@ -46,6 +48,7 @@ def as_dict(plan: Plan, finished: Finished) -> dict[str, Any]:
         "device": plan.device_type,
         "ranks_share_gpus": plan.share_gpus,
         "full": plan.full,
+        "only": plan.only,
         "seconds": round(finished.seconds, 1),
         **describe_run(),
         "cells": [asdict(result) for result in finished.results],

@@ -22,18 +22,16 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Outcome
-from ..workloads import Workload
 
 _BUSY_CYCLES = 20_000_000  # of a GPU: about 10 ms
 _JUNK = 0x7F7F7F7F7F7F7F7F
 _Stream = torch.cuda.Stream | None
 
 
-def _problem(ep_size: int, capacity: RowCapacity, seed: int = 0) -> Problem:
-    problem = Workload(ep_size=ep_size, routing="0 to K valid ids", experts="identity").problem()
+def _problem(seat: Seat, capacity: RowCapacity, seed: int = 0) -> Problem:
+    problem = seat.problem("0 to K valid ids", experts="identity")
     ids = [part.flip(0) if seed else part for part in problem.topk_expert_ids]
-    config = dataclasses.replace(problem.config, row_capacity=capacity)
-    return Problem.draw(config, ids, torch.Generator().manual_seed(seed)).replace(experts="identity")
+    return problem.replace(config=dataclasses.replace(problem.config, row_capacity=capacity)).redrawn(ids, seed)
 
 
 def _rounds(seat: Seat) -> range:
@@ -75,7 +73,7 @@ def _join(stream: _Stream) -> None:
 
 def edited_just_before(capacity: RowCapacity, seat: Seat) -> None:
     """Ids are masked and rows doubled in place, in the same tensors every time, and dispatched at once."""
-    problems = [_problem(seat.size, capacity, seed) for seed in (0, 1)]
+    problems = [_problem(seat, capacity, seed) for seed in (0, 1)]
     x, scores, ids = (_here(parts, seat) for parts in _inputs(problems[0]))
     with seat.open(problems[0].config) as dispatcher, torch.no_grad():
         for number in _rounds(seat):
@@ -101,7 +99,7 @@ def _inputs(problem: Problem) -> tuple[tuple[Tensor, ...], ...]:
 
 def dropped_right_after(capacity: RowCapacity, seat: Seat) -> None:
     """Whatever a call was given is dropped, and its memory and pinned words are taken up by something else."""
-    problem = _problem(seat.size, capacity)
+    problem = _problem(seat, capacity)
     want = _wanted(problem, seat)
     with seat.open(problem.config) as dispatcher:
         for number in _rounds(seat):
@@ -160,7 +158,7 @@ def _kept_on_the_host() -> AbstractContextManager[object]:
 
 def chunks_in_flight(capacity: RowCapacity, seat: Seat) -> None:
     """A batch in four chunks, all dispatched and combined before anybody looks; then looked at in both orders."""
-    problem = _problem(seat.size, capacity)
+    problem = _problem(seat, capacity)
     whole = _wanted(problem, seat).out
     chunks = list(zip(*(_here(parts, seat).tensor_split(4) for parts in _inputs(problem)), strict=True))
     with seat.open(problem.config) as dispatcher, torch.no_grad():
@@ -182,7 +180,7 @@ def chunks_in_flight(capacity: RowCapacity, seat: Seat) -> None:
 
 def beside_another_stream(capacity: RowCapacity, seat: Seat) -> None:
     """A shared expert on another stream beside dispatch and combine; nobody writes to what a call is given."""
-    problem = _problem(seat.size, capacity)
+    problem = _problem(seat, capacity)
     want = _wanted(problem, seat)
     with seat.open(problem.config) as dispatcher:
         for number in _rounds(seat):

@@ -15,13 +15,8 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import forward, send
-from ..workloads import Workload
 
 _Calls = Iterator[tuple[str, Callable[[], object]]]
-
-
-def _problem(ep_size: int) -> Problem:
-    return Workload(ep_size=ep_size, routing="balanced").problem()
 
 
 def _inputs(problem: Problem, seat: Seat) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +80,7 @@ def _wrong_dispatches(dispatcher: TokenDispatcher, problem: Problem, seat: Seat)
 
 def wrong_dispatches(seat: Seat) -> None:
     """Every wrong call is refused without a call being counted, and a right one works afterwards."""
-    problem = _problem(seat.size)
+    problem = seat.problem("balanced")
     with seat.open(problem.config) as dispatcher:
         for what, call in _wrong_dispatches(dispatcher, problem, seat):
             refuses(InvalidInput, call, what)
@@ -95,7 +90,7 @@ def wrong_dispatches(seat: Seat) -> None:
 
 def wrong_on_one_rank(seat: Seat) -> None:
     """A rank whose call was refused may correct it: the others wait for it and notice nothing."""
-    problem = _problem(seat.size)
+    problem = seat.problem("balanced")
     with seat.open(problem.config) as dispatcher:
         if seat.rank == seat.size - 1:
             for what, call in _wrong_dispatches(dispatcher, problem, seat):
@@ -105,7 +100,7 @@ def wrong_on_one_rank(seat: Seat) -> None:
 
 def wrong_combines(seat: Seat) -> None:
     """Rows that do not fit the handle, and handles of others."""
-    problem = _problem(seat.size)
+    problem = seat.problem("balanced")
     with seat.open(problem.config) as dispatcher, seat.open(problem.config) as other:
         sent = send(dispatcher, problem, seat.rank, seat.device)
         rows, handle = sent.rows.detach(), sent.routed.handle
@@ -123,7 +118,7 @@ def wrong_combines(seat: Seat) -> None:
 
 def frozen_results(seat: Seat) -> None:
     """Neither what dispatch returned nor its handle can be changed; it unpacks as rows, counts and handle."""
-    problem = _problem(seat.size)
+    problem = seat.problem("balanced")
     with seat.open(problem.config) as dispatcher:
         routed = dispatcher.dispatch(*_inputs(problem, seat))
         for record in (routed, routed.handle):
@@ -139,7 +134,7 @@ def frozen_results(seat: Seat) -> None:
 
 def closed_dispatcher(seat: Seat) -> None:
     """A closed dispatcher refuses every call, closes again without harm, and makes room for another one."""
-    problem = _problem(seat.size)
+    problem = seat.problem("balanced")
     dispatcher = seat.open(problem.config)
     routed = dispatcher.dispatch(*_inputs(problem, seat))
     dispatcher.close()

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import CapacityOverflow, ContractViolation, OverflowGuard, RowCapacity, TokenDispatcher
 from ..compare import assert_bit_equal
@@ -13,25 +14,27 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Outcome, forward, send, solve
-from ..workloads import Workload
 
 _NUM_STEPS = 12
 _COMPARED = ("rows", "scores", "out", "grad_rows", "grad_x", "grad_scores")
 
 
-def _problem(ep_size: int, routing: str = "0 to K valid ids", **fields: Any) -> Problem:
-    problem = Workload(ep_size=ep_size, routing=routing, experts="swiglu").problem()
+def _problem(seat: Seat, routing: str = "0 to K valid ids", experts: str = "linear", **fields: Any) -> Problem:
+    problem = seat.problem(routing, experts=experts)
     return problem.replace(config=dataclasses.replace(problem.config, **fields))
 
 
 def _drawn(problem: Problem, step: int) -> Problem:
     """The same configuration and sizes with other ids, rows, scores and gradients."""
-    generator = torch.Generator().manual_seed(step)
-    shape, num_experts = problem.topk_expert_ids, problem.config.num_experts
-    ids = [torch.randint(-1, num_experts, part.shape, generator=generator) for part in shape]
-    return Problem.draw(problem.config, ids, generator).replace(
-        experts=problem.experts, apply_scores=problem.apply_scores
-    )
+    generator, config = torch.Generator().manual_seed(step), problem.config
+
+    def ids(num_tokens: int) -> Tensor:
+        if not config.distinct_experts:
+            return torch.randint(-1, config.num_experts, (num_tokens, config.top_k), generator=generator)
+        named = torch.rand(num_tokens, config.num_experts, generator=generator).argsort(1)[:, : config.top_k]
+        return named.masked_fill(torch.rand(named.shape, generator=generator) < 0.2, -1)
+
+    return problem.redrawn([ids(num_tokens) for num_tokens in problem.num_tokens], step)
 
 
 def _assert_same(got: Outcome, want: Outcome, what: str) -> None:
@@ -48,8 +51,8 @@ def _assert_same(got: Outcome, want: Outcome, what: str) -> None:
 
 def calibrated_training(seat: Seat) -> None:
     """Twelve steps of changing routing, calibrated against exact: the same bits, forward and backward."""
-    exact = _problem(seat.size)
-    calibrated = _problem(seat.size, row_capacity=RowCapacity.calibrated(3.0))
+    exact = _problem(seat, experts="swiglu")
+    calibrated = _problem(seat, experts="swiglu", row_capacity=RowCapacity.calibrated(3.0))
     with seat.open(exact.config) as reference, seat.open(calibrated.config) as dispatcher:
         layer, sizes = dispatcher.layer("calibrated"), []
         for step in range(_NUM_STEPS):
@@ -64,7 +67,7 @@ def calibrated_training(seat: Seat) -> None:
 
 def calibration_of_layers(seat: Seat) -> None:
     """Each layer measures its own first dispatch, scales it to the call, and forgets it when it is told to."""
-    problem = _problem(seat.size, "uneven token counts", row_capacity=RowCapacity.calibrated(2.0))
+    problem = _problem(seat, "uneven token counts", row_capacity=RowCapacity.calibrated(2.0))
     most = max(problem.num_tokens)
 
     def num_rows(layer: str, bound: int) -> int:
@@ -89,7 +92,7 @@ def calibration_of_layers(seat: Seat) -> None:
 
 def overflow_is_raised_everywhere(seat: Seat) -> None:
     """One rank's rows do not fit: all ranks raise the same error, again and again, and a new dispatcher works."""
-    problem = _problem(seat.size, "one hot expert", row_capacity=RowCapacity.rows(4))
+    problem = _problem(seat, "one hot expert", row_capacity=RowCapacity.rows(4))
     dispatcher = seat.open(problem.config)
 
     def step() -> None:
@@ -105,7 +108,7 @@ def overflow_is_raised_everywhere(seat: Seat) -> None:
     for again in (dispatcher.check, step):
         assert _overflow_of(again) == message, "a later call raises something else"
     dispatcher.close()
-    roomy = _problem(seat.size, "one hot expert", row_capacity=RowCapacity.rows(demand))
+    roomy = _problem(seat, "one hot expert", row_capacity=RowCapacity.rows(demand))
     with seat.open(roomy.config) as fresh:
         forward(fresh, roomy, seat.rank, seat.device).backward()
 
@@ -120,7 +123,7 @@ def _overflow_of(call: Any) -> str:
 
 def overflow_is_told_at_the_end(seat: Seat) -> None:
     """A dispatch that nothing follows: `close` is the last place to tell of its overflow, and frees everything."""
-    problem = _problem(seat.size, "one hot expert", row_capacity=RowCapacity.rows(4))
+    problem = _problem(seat, "one hot expert", row_capacity=RowCapacity.rows(4))
     dispatcher = seat.open(problem.config)
     send(dispatcher, problem, seat.rank, seat.device)
     if seat.device.type == "cuda":
@@ -140,7 +143,7 @@ def overflow_is_told_at_the_end(seat: Seat) -> None:
 def dropped_rows_are_counted(seat: Seat) -> None:
     """`on_overflow="drop"`: every step runs, and `stats` tells by layer what was wanted and what was kept."""
     for mode in ("drop", "skip_step"):
-        problem = _problem(seat.size, "one hot expert", row_capacity=RowCapacity.rows(4), on_overflow=mode)
+        problem = _problem(seat, "one hot expert", row_capacity=RowCapacity.rows(4), on_overflow=mode)
         with seat.open(problem.config) as dispatcher:
             guard = (
                 OverflowGuard(dispatcher, torch.optim.SGD([torch.zeros(1, device=seat.device)]))
@@ -167,7 +170,7 @@ def zeroed_tails(seat: Seat) -> None:
     """`zero_tail=True`: rows, scores and gradient rows behind the last offset are zero."""
     for alignment in (1, 16):
         capacity = RowCapacity.worst_case()
-        problem = _problem(seat.size, row_capacity=capacity, zero_tail=True, expert_alignment=alignment)
+        problem = _problem(seat, row_capacity=capacity, zero_tail=True, expert_alignment=alignment)
         with seat.open(problem.config) as dispatcher:
             outcome = _solved_after_garbage(dispatcher, problem, seat)
         end = int(outcome.expert_offsets[-1])

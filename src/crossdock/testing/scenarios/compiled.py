@@ -16,7 +16,6 @@ from ..compare import assert_bit_equal
 from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
-from ..workloads import Workload
 
 _NUM_TOKENS = (8, 5, 0)
 _OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -24,8 +23,8 @@ _numbers = itertools.count()
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _problem(ep_size: int, **fields: Any) -> Problem:
-    problem = Workload(ep_size=ep_size, routing="0 to K valid ids", alignment=16).problem()
+def _problem(seat: Seat, **fields: Any) -> Problem:
+    problem = seat.problem("0 to K valid ids", alignment=16)
     return problem.replace(config=dataclasses.replace(problem.config, **fields))
 
 
@@ -41,28 +40,29 @@ def _step(dispatcher: TokenDispatcher, weight: Tensor) -> Step:
 
 def compiled_aot_eager(seat: Seat) -> None:
     """`fullgraph=True` under aot_eager: equal to the bit, forward and backward, for changing token counts."""
-    _compare_compiled(seat, "aot_eager", _problem(seat.size))
+    _compare_compiled(seat, "aot_eager", _problem(seat))
 
 
 def compiled_inductor(seat: Seat) -> None:
     """`fullgraph=True` under inductor; what stands between our operators is exact here, so all is equal to the bit."""
-    _compare_compiled(seat, "inductor", _problem(seat.size))
+    _compare_compiled(seat, "inductor", _problem(seat))
 
 
 def compiled_worst_case(seat: Seat) -> None:
     """The size of the rows follows from that of the inputs, with and without a compiler."""
-    problem = _problem(seat.size, row_capacity=RowCapacity.worst_case(), equal_token_counts=True)
+    problem = _problem(seat, row_capacity=RowCapacity.worst_case(), equal_token_counts=True)
     _compare_compiled(seat, "inductor", problem)
 
 
 def compiled_calibrated(seat: Seat) -> None:
     """A layer that was calibrated before it was compiled."""
-    _compare_compiled(seat, "aot_eager", _problem(seat.size, row_capacity=RowCapacity.calibrated(3.0)))
+    _compare_compiled(seat, "aot_eager", _problem(seat, row_capacity=RowCapacity.calibrated(3.0)))
 
 
 def _compare_compiled(seat: Seat, compiler: str, problem: Problem) -> None:
     with seat.open(problem.config) as dispatcher:
-        weight = torch.full((problem.config.hidden_dim,), 2.0, device=seat.device, requires_grad=True)
+        shape, dtype = (problem.config.hidden_dim,), problem.config.dtype
+        weight = torch.full(shape, 2.0, dtype=dtype, device=seat.device, requires_grad=True)
         eager = _step(dispatcher, weight)
         compiled = torch.compile(_with_code_of_its_own(eager), backend=compiler, fullgraph=True)
         for num_tokens in _NUM_TOKENS:
@@ -96,7 +96,7 @@ def _run(step: Step, problem: Problem, seat: Seat, num_tokens: int) -> tuple[Ten
 
 def opcheck(seat: Seat) -> None:
     """`torch.library.opcheck` of dispatch and combine: schema, autograd registration, and shapes under fake tensors."""
-    problem = _problem(seat.size)
+    problem = _problem(seat)
     with seat.open(problem.config) as dispatcher:
         for num_tokens in (8, 0):
             for operator, arguments in _operator_calls(dispatcher, problem, seat, num_tokens):

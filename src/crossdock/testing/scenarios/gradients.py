@@ -15,12 +15,7 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import forward, send
-from ..workloads import Workload
 from .calls import refuses
-
-
-def _problem(ep_size: int, routing: str = "ranks without tokens") -> Problem:
-    return Workload(ep_size=ep_size, routing=routing).problem()
 
 
 def _inputs(problem: Problem, seat: Seat) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +26,7 @@ def _inputs(problem: Problem, seat: Seat) -> tuple[Tensor, Tensor, Tensor]:
 
 def grad_mode(seat: Seat) -> None:
     """In grad mode all outputs require grad, for T = 0 and plain inputs too, and backward runs; outside none does."""
-    problem = _problem(seat.size)
+    problem = seat.problem("ranks without tokens")
     with seat.open(problem.config) as dispatcher:
         routed = dispatcher.dispatch(*_inputs(problem, seat))
         out = dispatcher.combine(routed.rows, routed.handle)
@@ -47,7 +42,7 @@ def grad_mode(seat: Seat) -> None:
 
 def without_grad(seat: Seat) -> None:
     """Outside grad mode, and in inference mode, the outputs have the same bits."""
-    problem = _problem(seat.size, "skewed")
+    problem = seat.problem("skewed")
     answer = expected(problem, seat.device)[seat.rank].outcome
     with seat.open(problem.config) as dispatcher:
         for mode in (torch.no_grad, torch.inference_mode):
@@ -58,7 +53,7 @@ def without_grad(seat: Seat) -> None:
 
 def output_left_out(seat: Seat) -> None:
     """A rank whose loss leaves an output out joins the backward: everybody's gradients are those of a zero gradient."""
-    problem = _problem(seat.size, "skewed")
+    problem = seat.problem("skewed")
     absent = torch.zeros_like(problem.grad_out[0])
     problem = problem.replace(grad_out=(absent, *problem.grad_out[1:]))
     with seat.open(problem.config) as dispatcher:
@@ -73,7 +68,7 @@ def output_left_out(seat: Seat) -> None:
 
 def nothing_to_join(seat: Seat) -> None:
     """Joining a backward that there is not is an error, not a hang."""
-    problem = _problem(seat.size)
+    problem = seat.problem("ranks without tokens")
     with seat.open(problem.config) as dispatcher:
         attempt = forward(dispatcher, problem, seat.rank, seat.device)
         attempt.backward()
@@ -87,7 +82,7 @@ def nothing_to_join(seat: Seat) -> None:
 
 def second_derivative(seat: Seat) -> None:
     """There is none, and asking for it says so."""
-    problem = _problem(seat.size, "skewed")
+    problem = seat.problem("skewed")
     with seat.open(problem.config) as dispatcher:
         x, scores, ids = _inputs(problem, seat)
         x.requires_grad_()

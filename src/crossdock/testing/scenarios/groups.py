@@ -5,17 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ..checks import check_problem, finish
-from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Attempt, forward
-from ..workloads import Workload
 
 _ROUTING = "0 to K valid ids"
-
-
-def _problem(ep_size: int) -> Problem:
-    return Workload(ep_size=ep_size, routing=_ROUTING).problem()
 
 
 def ranks_in_any_order(seat: Seat) -> None:
@@ -25,7 +19,7 @@ def ranks_in_any_order(seat: Seat) -> None:
     if seat.size >= 4:
         orders += [(last, 1), (0, 2), (2, 0, 3)]
     for ranks in orders:
-        check_problem(seat, _problem(len(ranks)), ranks)
+        check_problem(seat, seat.problem(_ROUTING, len(ranks)), ranks)
 
 
 def several_groups_at_once(seat: Seat) -> None:
@@ -35,7 +29,7 @@ def several_groups_at_once(seat: Seat) -> None:
     groups = [seat.group(part) for part in parts]
     mine = next(group for group in groups if group is not None)
     size = half if seat.rank < half else seat.size - half
-    world_problem, part_problem = _problem(seat.size), _problem(size)
+    world_problem, part_problem = seat.problem(_ROUTING), seat.problem(_ROUTING, size)
     with ExitStack() as stack:
         world = stack.enter_context(seat.open(world_problem.config))
         part = stack.enter_context(seat.open(part_problem.config, mine))
@@ -58,7 +52,7 @@ def overlapping_groups(seat: Seat) -> None:
     """Two groups that share rank 0, used alternately."""
     pairs = ((0, 1), (0, 2))
     groups = {pair: seat.group(pair) for pair in pairs}
-    problem = _problem(2)
+    problem = seat.problem(_ROUTING, 2)
     with ExitStack() as stack:
         mine = {
             pair: stack.enter_context(seat.open(problem.config, group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +15,16 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Outcome, solve
-from ..workloads import Workload
 
 _REPEATS = 5
 
 
 def one_rank_equals_many(seat: Seat) -> None:
     """EP 1 on all tokens at once against the world on its parts, under `exact`: everything is equal to the bit."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in seat.traits.dtypes]:
         for placement in ("after", "inside"):
-            _one_rank_equals_many(seat, _problem(seat.size, dtype, placement))
-
-
-def _problem(ep_size: int, dtype: torch.dtype, scores: Literal["after", "inside"]) -> Problem:
-    return Workload(
-        ep_size=ep_size,
-        routing="uneven token counts",
-        dtype=dtype,
-        reduction="exact",
-        experts="swiglu",
-        scores=scores,
-        alignment=16,
-    ).problem()
+            choices: dict[str, Any] = {"dtype": dtype, "scores": placement, "experts": "swiglu", "alignment": 16}
+            _one_rank_equals_many(seat, seat.problem("uneven token counts", reduction="exact", **choices))
 
 
 def _one_rank_equals_many(seat: Seat, problem: Problem) -> None:
@@ -62,8 +50,7 @@ def _one_rank_equals_many(seat: Seat, problem: Problem) -> None:
 
 def same_bits_every_time(seat: Seat) -> None:
     """Forward and backward, again and again."""
-    workload = Workload(ep_size=seat.size, routing="skewed", dtype=torch.bfloat16, experts="swiglu")
-    problem = workload.problem()
+    problem = seat.problem("skewed", dtype=torch.bfloat16, experts="swiglu")
     with seat.open(problem.config) as dispatcher:
         first = solve(dispatcher, problem, seat.rank, seat.device)
         for repeat in range(1, _REPEATS):
@@ -79,7 +66,7 @@ def _pairs(a: Outcome, b: Outcome) -> list[tuple[str, Tensor, Tensor]]:
 
 def token_alone_or_in_a_crowd(seat: Seat) -> None:
     """A token's result does not depend on the other tokens, nor on the rank that brings it."""
-    problem = Workload(ep_size=seat.size, routing="balanced", reduction="exact", dtype=torch.bfloat16).problem()
+    problem = seat.problem("balanced", reduction="exact", dtype=torch.bfloat16)
     x, scores, ids = problem.x[0][:1], problem.topk_scores[0][:1], problem.topk_expert_ids[0][:1]
 
     def with_token_at(rank: int, others: int) -> Problem:

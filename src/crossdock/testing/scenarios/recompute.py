@@ -11,7 +11,6 @@ from ..compare import assert_bit_equal
 from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
-from ..workloads import Workload
 
 
 class _Region:
@@ -35,7 +34,7 @@ def _leaves(problem: Problem, seat: Seat) -> tuple[Tensor, Tensor]:
 
 def replays(seat: Seat) -> None:
     """Both kinds of checkpointing: the same rows and gradients as without, and no host synchronisation in backward."""
-    problem = Workload(ep_size=seat.size, routing="skewed", alignment=16).problem()
+    problem = seat.problem("skewed", alignment=16)
     with seat.open(problem.config) as dispatcher:
         layer = dispatcher.layer("checkpointed")
         expected = _leaves(problem, seat)

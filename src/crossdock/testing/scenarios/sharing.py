@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ... import InvalidInput, TokenDispatcher
@@ -14,24 +12,23 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Attempt, forward, send
-from ..workloads import Workload
 
 
-def _problem(ep_size: int) -> Problem:
-    return Workload(ep_size=ep_size, routing="skewed", alignment=16, experts="swiglu").problem()
+def _problem(seat: Seat) -> Problem:
+    experts = "swiglu" if seat.traits.ordered_rows else "linear"
+    return seat.problem("skewed", alignment=16, experts=experts)
 
 
 def _redrawn(problem: Problem, seed: int) -> Problem:
     """The same configuration, with other rows and scores and with the tokens' ids in another order."""
     generator = torch.Generator().manual_seed(seed)
     ids = [part[torch.randperm(len(part), generator=generator)].flip(1) for part in problem.topk_expert_ids]
-    drawn = Problem.draw(problem.config, ids, generator)
-    return drawn.replace(experts=problem.experts, apply_scores=problem.apply_scores)
+    return problem.redrawn(ids, seed)
 
 
 def combines_in_any_order(seat: Seat) -> None:
     """Dispatch A, dispatch B, combine B, combine A, combine A again: all that matters is in the handle."""
-    a = _problem(seat.size)
+    a = _problem(seat)
     b = _redrawn(a, 1)
     with seat.open(a.config) as dispatcher:
         one, two = dispatcher.layer("one"), dispatcher.layer("two")
@@ -48,7 +45,7 @@ def combines_in_any_order(seat: Seat) -> None:
 
 def micro_batches(seat: Seat) -> None:
     """Three layers, three micro-batches, backward in two orders; no call disturbs what another one saved."""
-    problems = [_redrawn(_problem(seat.size), seed) for seed in range(3)]
+    problems = [_redrawn(_problem(seat), seed) for seed in range(3)]
     with seat.open(problems[0].config) as dispatcher:
         layers = [dispatcher.layer(f"blocks.{i}") for i in range(3)]
 
@@ -71,7 +68,7 @@ def micro_batches(seat: Seat) -> None:
 
 def odd_numbers_of_calls(seat: Seat) -> None:
     """Any number of dispatches in flight; a call that is refused on one rank only counts on none."""
-    problem = _problem(seat.size)
+    problem = _problem(seat)
     too_many = torch.zeros(problem.config.num_max_tokens_per_rank + 1, problem.config.hidden_dim, device=seat.device)
     orders = ("AaBb", "ABab", "ABba", "ABCabc", "AaBCbc", "ABCcba")
     with seat.open(problem.config) as dispatcher:
@@ -97,21 +94,14 @@ def _assert_refused(dispatcher: TokenDispatcher, x: torch.Tensor, problem: Probl
 
 def dispatchers_side_by_side(seat: Seat) -> None:
     """Two dispatchers of different shapes over the same ranks, called in turn while token counts change."""
-    small = _problem(seat.size)
-    wide = Workload(ep_size=seat.size, routing="K above local experts", dtype=torch.bfloat16, scores="inside").problem()
-    wide = _with_width(wide, 256)
+    small = _problem(seat)
+    wide = seat.problem("K above local experts", dtype=torch.bfloat16, scores="inside", hidden_dim=256)
     with seat.open(small.config) as first, seat.open(wide.config) as second:
         for tokens in (4, 2, 6):
             a = forward(first, _first_tokens(small, tokens), seat.rank, seat.device)
             b = forward(second, _first_tokens(wide, tokens), seat.rank, seat.device)
             check_trial(judge(a, a.backward()))
             check_trial(judge(b, b.backward()))
-
-
-def _with_width(problem: Problem, hidden_dim: int) -> Problem:
-    config = dataclasses.replace(problem.config, hidden_dim=hidden_dim)
-    drawn = Problem.draw(config, problem.topk_expert_ids, torch.Generator().manual_seed(5))
-    return drawn.replace(experts=problem.experts, apply_scores=problem.apply_scores)
 
 
 def _first_tokens(problem: Problem, num_tokens: int) -> Problem:
