@@ -82,7 +82,7 @@ def most_mapped_kb() -> int:
 
 def test_a_maximum_that_no_memory_can_hold_is_refused_before_anything_is_allocated(on: On):
     pytest.importorskip("triton", reason="the kernels need triton, which is published for Linux only")
-    from crossdock.backends.symmetric.transport import workspace_bytes
+    from crossdock.backends.symmetric.buffers import workspace_bytes
 
     (first, first_kb), (second, second_kb) = on("symmetric", 2)(refused_for_all)
     assert max(first_kb, second_kb) < 1 << 20

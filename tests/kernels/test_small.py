@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="the interpreter comes with triton, which i
 
 import crossdock as cd
 from crossdock.backends.base import Call, Link, Received, TransportFault, TransportSpec, Weights
-from crossdock.backends.symmetric.transport import SymmetricLayout, SymmetricTransport, buffers_of
+from crossdock.backends.symmetric.buffers import buffers_of
+from crossdock.backends.symmetric.transport import SymmetricLayout, SymmetricTransport
 from crossdock.group.fingerprint import CallFacts
 from crossdock.group.members import Members
 from crossdock.kernels.signal import (

@@ -55,6 +55,6 @@ class SymmetricBackend(Backend):
     @staticmethod
     def workspace_bytes(spec: TransportSpec) -> int:
         """Bytes of shared memory that one rank allocates for this spec when it opens, and no more later."""
-        from .transport import workspace_bytes
+        from .buffers import workspace_bytes
 
         return workspace_bytes(spec)

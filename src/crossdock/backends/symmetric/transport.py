@@ -12,14 +12,11 @@ that a producer may fill again in every step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ...errors import BackendUnavailable
 from ...inputs import refuse_bad_ids
 from ...kernels.arrange import Groups, Moving, Routed, launch_arrange, launch_place
 from ...kernels.combine import Routes, launch_combine, launch_combine_slot
@@ -30,13 +27,14 @@ from ...kernels.scalars import Scalars, Slips, launch_swap_scalars
 from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, launch_tell, launch_wait
 from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
-from ...kernels.small_dispatch import launch_dispatch_small
+from ...kernels.small_dispatch import SmallGroups, launch_dispatch_small
 from ...kernels.weigh import Weighed, launch_weigh_rows
-from ...memory.workspace import BufferSpec, Workspace, most_bytes, place_buffers
+from ...memory.workspace import Workspace, most_bytes
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
-from .plan import Plan, serves_small
-from .rounds import Rounds, notes_spec, signals_spec
+from .buffers import buffers_of, inbox_buffers, refuse_too_large
+from .plan import Plan
+from .rounds import Rounds
 
 
 class SymmetricLayout(NamedTuple):
@@ -55,61 +53,6 @@ class SymmetricLayout(NamedTuple):
     home_of_slot: torch.Tensor
     num_sent: torch.Tensor
     extent: torch.Tensor
-
-
-def buffers_of(spec: TransportSpec) -> list[BufferSpec]:
-    """All shared buffers of one rank, sized by `num_max_tokens_per_rank`."""
-    tokens, top_k = spec.num_max_tokens_per_rank, spec.top_k
-    return [
-        *_inbox_specs(spec),
-        signals_spec(spec.ep_size),
-        notes_spec(),
-        BufferSpec("input", (tokens, spec.hidden_dim), spec.dtype),
-        BufferSpec("ids", (spec.ep_size, tokens, top_k), torch.int32),
-        BufferSpec("scores", (spec.ep_size, tokens, top_k), torch.float32),
-        BufferSpec("staging", (spec.ep_size, tokens, spec.hidden_dim), spec.dtype),
-        BufferSpec("slips", (spec.ep_size, tokens, top_k), torch.float32),
-    ]
-
-
-def _inbox_specs(spec: TransportSpec) -> list[BufferSpec]:
-    """Buffers for small batches, in the order of `small.Inbox`; none where its kernels do not serve."""
-    if not serves_small(spec):
-        return []
-    tokens, top_k, halves = spec.num_max_tokens_per_rank, spec.top_k, (2, spec.ep_size)
-    hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
-    return [
-        BufferSpec("inbox_rows", (*halves, tokens, hidden_dim), spec.dtype),
-        BufferSpec("inbox_places", (*halves, tokens, top_k), torch.int32),
-        BufferSpec("inbox_scores", (*halves, tokens, top_k), torch.float32),
-        BufferSpec("inbox_counts", (*halves, num_local), torch.int32),
-        BufferSpec("inbox_shares", (*halves, tokens, hidden_dim), spec.dtype),
-    ]
-
-
-def workspace_bytes(spec: TransportSpec) -> int:
-    """Bytes of shared memory that one rank allocates when a dispatcher of this spec is opened, and no more later."""
-    return place_buffers(buffers_of(spec))[1]
-
-
-def refuse_too_large(spec: TransportSpec, limit: int) -> None:
-    """Refuse a workspace above `limit` bytes before any of it is allocated: on a CPU it would be, page by page, later.
-
-    Raises:
-        BackendUnavailable: with both sizes and the largest `num_max_tokens_per_rank` that fits.
-    """
-    num_bytes, tokens = workspace_bytes(spec), spec.num_max_tokens_per_rank
-    if num_bytes <= limit:
-        return
-    most = bisect_right(
-        range(1, tokens), limit, key=lambda fewer: workspace_bytes(replace(spec, num_max_tokens_per_rank=fewer))
-    )
-    raise BackendUnavailable(
-        "symmetric",
-        f"num_max_tokens_per_rank ({tokens}) takes {num_bytes} bytes of shared memory on every rank, and there is room"
-        f" for {limit}",
-        f"set num_max_tokens_per_rank to {most} or less" if most else "not even one token fits",
-    )
 
 
 class SymmetricTransport(Transport):
@@ -142,8 +85,9 @@ class SymmetricTransport(Transport):
         opening = self.rounds.open(call)
         x = x if x.stride(1) == 1 else x.contiguous()
         self._count_other(expert_ids.numel() * (4 + 4))
-        if self._inbox is not None and self.plan.small and num_rows is not None:
-            return self._dispatch_small(opening, self._inbox, x, scores, expert_ids, num_rows, self._bound(call))
+        inbox = self._small_inbox
+        if inbox is not None and num_rows is not None:
+            return self._dispatch_small(opening, inbox, x, scores, expert_ids, num_rows, self._bound(call))
         with self.rounds.waiting():
             tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
             routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_rows)
@@ -152,20 +96,10 @@ class SymmetricTransport(Transport):
             if not board.fused:
                 launch_push_rows(board, opening, moves, num_sent)
             routed = Routed(own["ids"], own["scores"], self._bound(call))
-            groups, (row_scores, kept_scores), rows = self._arrange(opening, routed, moves, num_rows)
+            groups, both_scores, rows = self._arrange(opening, routed, moves, num_rows)
             if not board.fused:
                 launch_spread_rows(board, opening, moves, groups.row_of_slot, groups.padding, rows)
-        extent = x.new_empty(rows.shape[0], 0)
-        layout = SymmetricLayout(groups.row_of_slot, groups.padding, home_of_slot, num_sent, extent)
-        return Received(
-            rows=rows,
-            row_scores=row_scores,
-            tokens_per_expert=groups.tokens_per_expert,
-            expert_offsets=groups.expert_offsets,
-            layout=list(layout),
-            demand=Demand(groups.wanted, groups.bad_ids),
-            kept_scores=kept_scores,
-        )
+        return _received(rows, both_scores, groups, home_of_slot, num_sent)
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
@@ -180,9 +114,8 @@ class SymmetricTransport(Transport):
         self, grad_out: torch.Tensor, rows: torch.Tensor, row_scores: torch.Tensor, layout: Layout, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """On a GPU, where there is much to move, gradients are weighed on their way (see `kernels/weigh.py`)."""
-        is_small = self._inbox is not None and self.plan.small
         # With few programs it takes four times as long as a movement and a pass over rows that lie here.
-        if is_small or self.spec.num_sms is not None or not self.rounds.board.fused:
+        if self._small_inbox is not None or self.spec.num_sms is not None or not self.rounds.board.fused:
             return super().combine_backward(grad_out, rows, row_scores, layout, call)
         there, opening, weigh = SymmetricLayout(*layout), self.rounds.open(call), self.plan.weigh
         self._count_other(0)
@@ -299,13 +232,18 @@ class SymmetricTransport(Transport):
 
     def _new_inbox(self) -> Inbox | None:
         spec, own, table = self.spec, self.workspace.own, self.workspace.table
-        names = [buffer.name for buffer in _inbox_specs(spec)]
+        names = [buffer.name for buffer in inbox_buffers(spec)]
         if not names:
             return None
         rows, places, scores, counts, shares = (own[name] for name in names)
         tables = torch.stack([table[name] for name in names])
         groups = inbox_groups(self.device, max(1, self.plan.small), spec.num_local_experts, spec.ep_size)
         return Inbox(rows, places, scores, counts, shares, tables, groups)
+
+    @property
+    def _small_inbox(self) -> Inbox | None:
+        """Of the kernels for small batches, where these serve."""
+        return self._inbox if self.plan.small else None
 
     def _dispatch_small(
         self,
@@ -319,22 +257,11 @@ class SymmetricTransport(Transport):
     ) -> Received:
         rows, spec = new_rows(num_rows, inbox.rows[0, 0]), self.spec
         with self.rounds.waiting():
-            groups, (row_scores, kept_scores) = launch_dispatch_small(
+            groups, both_scores = launch_dispatch_small(
                 self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_rows, bound,
                 spec.expert_alignment, spec.num_experts, rows,
             )  # fmt: skip
-        layout = SymmetricLayout(
-            groups.row_of_slot, groups.padding, groups.home_of_slot, groups.num_sent, x.new_empty(num_rows, 0)
-        )
-        return Received(
-            rows=rows,
-            row_scores=row_scores,
-            tokens_per_expert=groups.tokens_per_expert,
-            expert_offsets=groups.expert_offsets,
-            layout=list(layout),
-            demand=Demand(groups.wanted, groups.bad_ids),
-            kept_scores=kept_scores,
-        )
+        return _received(rows, both_scores, groups, groups.home_of_slot, groups.num_sent)
 
     def _combine_fast(
         self,
@@ -348,8 +275,8 @@ class SymmetricTransport(Transport):
         routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
         out, board, plan = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board, self.plan
         with self.rounds.waiting():
-            if self._inbox is not None and plan.small:
-                launch_combine_small(board, opening, self._inbox, rows, weights, *routes, out, scalars)
+            if (inbox := self._small_inbox) is not None:
+                launch_combine_small(board, opening, inbox, rows, weights, *routes, out, scalars)
             else:
                 launch_combine(board, opening, self._staging, routes, rows, weights, out, plan.give, plan.take, scalars)
         return out
@@ -396,3 +323,25 @@ class SymmetricTransport(Transport):
 
     def _count_other(self, num_bytes: int) -> None:
         self._sent_other_bytes += (self.spec.ep_size - 1) * num_bytes
+
+
+def _received(
+    rows: torch.Tensor,
+    both_scores: tuple[torch.Tensor, torch.Tensor],
+    groups: Groups | SmallGroups,
+    home_of_slot: torch.Tensor,
+    num_sent: torch.Tensor,
+) -> Received:
+    """What a dispatch brings; of both scores the first is the caller's."""
+    row_scores, kept_scores = both_scores
+    extent = rows.new_empty(rows.shape[0], 0)
+    layout = SymmetricLayout(groups.row_of_slot, groups.padding, home_of_slot, num_sent, extent)
+    return Received(
+        rows=rows,
+        row_scores=row_scores,
+        tokens_per_expert=groups.tokens_per_expert,
+        expert_offsets=groups.expert_offsets,
+        layout=list(layout),
+        demand=Demand(groups.wanted, groups.bad_ids),
+        kept_scores=kept_scores,
+    )
