@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,3 +315,14 @@ def test_ranks_end_with_their_launcher(end: str):
             launcher.send_signal(signal.SIGINT)
     assert len(started) == 2
     assert_gone(started)
+
+
+def test_a_script_that_starts_ranks_wherever_it_is_imported(tmp_path: Path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("from crossdock.testing import run_ranks\nrun_ranks(pow, 2, 1, backend=None)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    for rank in range(2):
+        assert f"rank {rank} died: it imported the script that starts it, which started ranks again" in done.stderr
+    assert 'under `if __name__ == "__main__":`' in done.stderr and len(done.stderr.splitlines()) < 25

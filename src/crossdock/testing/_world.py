@@ -28,6 +28,7 @@ _START_S = 60.0  # importing torch from a cold disk is most of it
 _END_S = 5.0
 _STACKS_S = 1.0
 _STACKS_PAUSE_S = 0.1
+_UNGUARDED = 79  # exit code of a rank that was about to start ranks
 # Imported once in the fork server: what every rank needs that opens a dispatcher (torch._dynamo takes a second), and
 # what else the launcher has. None of them starts a thread pool or touches CUDA.
 _NEEDED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "crossdock")
@@ -79,6 +80,8 @@ class World:
 
     def __init__(self, setup: WorldSetup) -> None:
         """Start the ranks and wait until each has joined or failed to; the results of that are in `joined`."""
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank that imports the user's script
+            os._exit(_UNGUARDED)
         self.setup = setup
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
@@ -231,6 +234,11 @@ def _context() -> ForkServerContext:
 
 
 def _exit_text(exit_code: int) -> str:
+    if exit_code == _UNGUARDED:
+        return (
+            "it imported the script that starts it, which started ranks again: what starts them belongs under"
+            ' `if __name__ == "__main__":`'
+        )
     if exit_code >= 0:
         return f"exit code {exit_code}"
     return f"killed by {signal.Signals(-exit_code).name}"
