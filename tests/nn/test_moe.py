@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,6 +261,23 @@ def test_refusals() -> None:
             make_moe(dispatcher, score_placement="before")
         with pytest.raises(cd.InvalidInput, match=r"x must be \[\.\.\., 64\], as the router takes, got \[3, 32\]"):
             make_moe(dispatcher)(torch.zeros(3, 32))
+
+
+OTHER_SIZES: dict[str, tuple[nn.Linear, GroupedExperts]] = {
+    "router.in_features (32) must be hidden_dim of its dispatcher (64)": (nn.Linear(32, 8), GroupedExperts(8, 64, 48)),
+    "router.out_features (9) must be num_experts of its dispatcher (8)": (nn.Linear(64, 9), GroupedExperts(8, 64, 48)),
+    "experts.hidden_dim (32) must be hidden_dim of its": (nn.Linear(64, 8), GroupedExperts(8, 32, 48)),
+    "experts.num_local_experts (4) must be num_local_experts of": (nn.Linear(64, 8), GroupedExperts(4, 64, 48)),
+}
+
+
+@pytest.mark.parametrize("sentence", OTHER_SIZES)
+def test_parts_of_other_sizes_are_refused_when_they_are_put_together(sentence: str) -> None:
+    router, experts = OTHER_SIZES[sentence]
+    with cd.TokenDispatcher(config(), backend="local") as dispatcher:
+        for layer in (dispatcher, dispatcher.layer("moe")):
+            with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
+                MoE(layer, router, experts, routing=functools.partial(routing.softmax_topk, top_k=TOP_K))
 
 
 def balanced_by_bias(rank: int, num_steps: int) -> tuple[list[int], list[int]]:

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import TokenDispatcher
 from ..errors import ConfigError, InvalidInput
 from ..routing import Routing
 from ..types import DispatchLayer
+from .experts import GroupedExperts
 
 ScorePlacement = Literal["after", "inside"]
 
@@ -56,7 +58,8 @@ class MoE(nn.Module):
         shared_expert: a module that sees every token `[T, hidden_dim]`; its output is added.
 
     Raises:
-        ConfigError: a `score_placement` that does not exist.
+        ConfigError: a `score_placement` that does not exist; a router, or `GroupedExperts`, of other sizes than those
+            of the layer's dispatcher.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class MoE(nn.Module):
         super().__init__()
         if score_placement not in ("after", "inside"):
             raise ConfigError(f"score_placement must be 'after' or 'inside', got {score_placement!r}")
+        _check_sizes(layer, router, experts)
         self.layer = layer
         self.router = router
         self.experts = experts
@@ -119,3 +123,25 @@ class MoE(nn.Module):
             bias = None if self.router.bias is None else self.router.bias.float()
             logits = nn.functional.linear(tokens.float(), self.router.weight.float(), bias)
             return self.routing(logits, **masked)
+
+
+def _check_sizes(layer: DispatchLayer, router: nn.Module, experts: nn.Module) -> None:
+    """What would else be found out in a call, or on a GPU after it: ids that no expert has."""
+    dispatcher = getattr(layer, "dispatcher", layer)
+    if not isinstance(dispatcher, TokenDispatcher):
+        return
+    config, wanted = dispatcher.config, list[tuple[str, int, str, int]]()
+    if isinstance(router, nn.Linear):
+        wanted += [
+            ("router.in_features", router.in_features, "hidden_dim", config.hidden_dim),
+            ("router.out_features", router.out_features, "num_experts", config.num_experts),
+        ]
+    if isinstance(experts, GroupedExperts):
+        num_local = dispatcher.num_local_experts
+        wanted += [
+            ("experts.hidden_dim", experts.hidden_dim, "hidden_dim", config.hidden_dim),
+            ("experts.num_local_experts", experts.num_local_experts, "num_local_experts", num_local),
+        ]
+    for name, size, of_dispatcher, right in wanted:
+        if size != right:
+            raise ConfigError(f"{name} ({size}) must be {of_dispatcher} of its dispatcher ({right})")
