@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import crossdock as cd
-from crossdock.nn import GroupedExperts
 from crossdock.testing import Seat
+from tests.contract.tails import SpoilingExperts
 from tests.contract.trials import make_config
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, HIDDEN_DIM = 4, 2, 8, 16
@@ -35,7 +36,7 @@ def guarded_config(**fields: Any) -> cd.DispatcherConfig:
 
 
 class Model(nn.Module):
-    """Layers of experts over one dispatcher; routing is given, scores are learnt."""
+    """Layers of experts over one dispatcher; routing is given, scores are learnt. Whoever reads a tail learns NaN."""
 
     def __init__(self, dispatcher: cd.TokenDispatcher, *, num_layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -44,15 +45,16 @@ class Model(nn.Module):
         self.router = nn.Parameter(torch.randn(HIDDEN_DIM, NUM_EXPERTS, generator=generator) * 0.1)
         first = dispatcher.ep_rank * dispatcher.num_local_experts
         self.experts = nn.ModuleList(
-            GroupedExperts(dispatcher.num_local_experts, HIDDEN_DIM, 8, seed=i, first_expert_id=first)
+            SpoilingExperts(dispatcher.num_local_experts, HIDDEN_DIM, 8, seed=i, first_expert_id=first)
             for i in range(num_layers)
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        for layer, experts in zip(self.layers, self.experts, strict=True):
-            scores = torch.sigmoid(x @ self.router).gather(1, ids)
-            routed = layer.dispatch(x, scores, ids)
+    def forward(self, x: Tensor, *ids: Tensor) -> Tensor:
+        """`ids` of all layers, or of each."""
+        for layer, experts, chosen in zip(self.layers, self.experts, cycle(ids), strict=False):
+            scores = torch.sigmoid(x @ self.router).gather(1, chosen)
+            routed = layer.dispatch(x, scores, chosen)
             out: Tensor = layer.combine(experts(routed.rows, routed.expert_offsets), routed.handle)
             x = x + self.dropout(out)
         return x

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import crossdock as cd
 from crossdock import ledger as ledger_module
-from crossdock.ledger import DeviceLedger
+from crossdock.ledger import OVERFLOWS
 from crossdock.testing import Seat, assert_bit_equal
 from tests.contract.conftest import On
+from tests.contract.host_reads import device_ledger, host_reads
 from tests.contract.overflow_trials import (
     NUM_TOKENS,
     OPTIMIZERS,
@@ -26,6 +26,7 @@ from tests.contract.overflow_trials import (
     guarded_config,
     ids_of,
     state_bits,
+    tokens_of,
     train_with_room,
 )
 from tests.contract.trials import refused
@@ -80,9 +81,10 @@ def test_truncated_steps_are_left_out(
     on(backend, ep_size)(trained_alike, make, skipped, settings)
 
 
-def test_truncated_steps_over_symmetric_memory(on: On):
+@pytest.mark.parametrize(("make", "settings"), [("fused AdamW", {}), ("AdamW foreach", {"snapshot": True})])
+def test_truncated_steps_over_symmetric_memory(on: On, make: str, settings: dict[str, Any]):
     pytest.importorskip("triton", reason="triton is published for Linux only")
-    on("symmetric", 2)(trained_alike, "fused AdamW", [1, 2], {})
+    on("symmetric", 2)(trained_alike, make, [1, 2], settings)
 
 
 def first_step_is_truncated(seat: Seat, make: str, settings: dict[str, Any]) -> None:
@@ -140,6 +142,39 @@ def one_of_two_replicas(seat: Seat, over_both: bool) -> tuple[int, int, int]:
 def test_a_flag_is_agreed_over_several_groups(on: On, backend: str):
     assert on(backend, 4)(one_of_two_replicas, True) == [(3, 1, 0), (3, 1, 0), (3, 1, 2), (3, 1, 2)]
     assert on(backend, 4)(one_of_two_replicas, False) == [(3, 0, 0), (3, 0, 0), (3, 1, 2), (3, 1, 2)]
+
+
+def one_of_two_stages(seat: Seat) -> tuple[list[bool], cd.GuardStats, list[int]]:
+    """Two groups of EP 2, of one layer and of three: in step 1 the first of the three overflows, on its last rank.
+
+    Steps that were applied, what the guard has done, and what every layer was sized to in the end.
+    """
+    stage, ep_rank = divmod(seat.rank, 2)
+    own, across = [seat.group((0, 1)), seat.group((2, 3))][stage], [seat.group((0, 2)), seat.group((1, 3))][ep_rank]
+    batches = ["even"] * (1 + 2 * stage)
+    applied = []
+    with seat.open(guarded_config(), own) as dispatcher:
+        model = Model(dispatcher, num_layers=len(batches))
+        optimizer = OPTIMIZERS["fused AdamW"](list(model.parameters()))
+        guard = cd.OverflowGuard(dispatcher, optimizer, groups=[own, across])
+        for number in range(4):
+            batches[0] = "hot" if (stage, number) == (1, 1) else "even"
+            optimizer.zero_grad()
+            model(tokens_of(number, seat.rank), *map(ids_of, batches)).square().mean().backward()
+            before = state_bits(model, optimizer)
+            guard.step()
+            after = state_bits(model, optimizer)
+            applied.append(all(not torch.equal(value, before[name]) for name, value in after.items() if name in before))
+            if not applied[-1]:
+                assert_same_bits(after, before, f"step {number}")
+        return applied, guard.stats(), [layer.capacity for layer in dispatcher.stats().layers.values()]
+
+
+@pytest.mark.parametrize("backend", ["loopback", "all_to_all"])
+def test_stages_of_different_depths_skip_together_and_grow_alone(on: On, backend: str):
+    applied, done = [True, False, True, True], cd.GuardStats(steps=4, skipped_steps=1)
+    grown = dataclasses.replace(done, grown=1)
+    assert on(backend, 4)(one_of_two_stages) == [(applied, done, [16])] * 2 + [(applied, grown, [32, 16, 16])] * 2
 
 
 def several_dispatchers_and_optimizers(seat: Seat) -> None:
@@ -230,18 +265,26 @@ def capacities_around_the_demand(seat: Seat) -> None:
             assert guard.num_skipped() == int(share == 0.5)
             end = int(routed.expert_offsets[-1])
             assert x.grad is not None and scores.grad is not None
-            outcomes[share] = [routed.rows[:end], routed.tokens_per_expert, out, x.grad, scores.grad]
+            kept = [routed.rows[:end], routed.scores[:end]]
+            learned = [weight.grad for weight in model.experts.parameters() if weight.grad is not None]
+            assert len(learned) == 3
+            outcomes[share] = [routed.tokens_per_expert, *kept, out, x.grad, scores.grad, *learned]
             num_rows = NUM_TOKENS * 2 if share is None else int(share * NUM_TOKENS * 2)
             assert (routed.rows.shape[0], end) == (num_rows, min(num_rows, NUM_TOKENS * 2))
     for share in (1.0, 1.5, 2.0):
         for found, wanted in zip(outcomes[share], outcomes[None], strict=True):
             assert_bit_equal(found.detach(), wanted.detach(), f"{share} times the rows")
+    for place, what in ((1, "rows"), (2, "scores")):
+        found = outcomes[0.5][place].detach()
+        assert_bit_equal(found, outcomes[None][place].detach()[: len(found)], f"the {what} that fit")
     assert all(bool(torch.isfinite(value).all()) for value in outcomes[0.5])
-    assert int(outcomes[0.5][1].sum()) == NUM_TOKENS
+    assert int(outcomes[0.5][0].sum()) == NUM_TOKENS
 
 
-@on_seats
+@pytest.mark.parametrize(("backend", "ep_size"), [*SEATS, ("symmetric", 2)])
 def test_half_of_the_rows_to_twice_the_rows(on: On, backend: str, ep_size: int):
+    if backend == "symmetric":
+        pytest.importorskip("triton", reason="triton is published for Linux only")
     on(backend, ep_size)(capacities_around_the_demand)
 
 
@@ -280,6 +323,27 @@ def test_capacities_shrink_where_that_is_asked_for(on: On):
     assert found == [([0, 32, 32, 32, 20, 20, 20, 20], 1, 1, 1), ([32, 32, 32, 32, 20, 20, 20, 20], 1, 1, 1)]
     found = on("all_to_all", 2)(shrinking, 0.4)
     assert found[1] == ([32] * 8, 0, 0, 0)
+
+
+def a_layer_that_drops(seat: Seat) -> tuple[list[int], int, cd.GuardStats]:
+    """Rows of every step's dispatch, the last one behind `recalibrate`; overflows; and what the guard has done."""
+    sizes = []
+    with seat.open(guarded_config(on_overflow="drop")) as dispatcher:
+        weight = torch.nn.Parameter(torch.ones(1))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight]))
+        for number, batch in enumerate(["even", "hot", "hot", "hot"]):
+            if number == 3:
+                dispatcher.recalibrate()
+            routed = dispatcher.dispatch(torch.ones(NUM_TOKENS, 16) * weight, torch.ones(NUM_TOKENS, 2), ids_of(batch))
+            dispatcher.combine(routed.rows, routed.handle).sum().backward()
+            sizes.append(routed.rows.shape[0])
+            guard.step()
+        return sizes, dispatcher.stats().layers[""].overflows, guard.stats()
+
+
+def test_a_layer_that_drops_grows_only_when_it_is_measured_again(on: On):
+    done = cd.GuardStats(steps=4)
+    assert on("all_to_all", 2)(a_layer_that_drops) == [([16, 16, 16, 0], 0, done), ([16, 16, 16, 32], 2, done)]
 
 
 def agreed_capacities(seat: Seat) -> list[int]:
@@ -330,7 +394,7 @@ def overflow_of_the_case(seat: Seat, on_overflow: str) -> tuple[float, int, int,
         else:
             dispatcher.combine(routed.rows, routed.handle)
         assert guard is None or guard.num_skipped() == 0  # no step has ended
-        kept, overflows = int(routed.tokens_per_expert.sum()), ledger.stats()[""].overflows
+        kept, overflows = int(routed.tokens_per_expert.sum()), int(ledger.words()[0, OVERFLOWS])
         if guard is not None:
             guard.step()
         dispatcher._open.close()
@@ -446,7 +510,7 @@ def warned_of(seat: Seat, touch: str, watched: bool, fields: dict[str, Any], pol
         guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight])) if watched else None
         x, scores = weight.detach().expand(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2)
         routed = layer.dispatch(x, scores, ids_of("hot"))
-        touches = {
+        touches: dict[str, Callable[[], object]] = {
             "check": dispatcher.check,
             "stats": dispatcher.stats,
             "combine": lambda: layer.combine(routed.rows, routed.handle),
@@ -532,8 +596,9 @@ def test_on_a_device_the_first_drop_is_told_without_a_wait(monkeypatch: pytest.M
         for batch in ("even", "hot"):
             layer.dispatch(x, scores, ids_of(batch))
         for at.now, at.arrived in ((100.9, True), (101.5, False), (103.0, False)):
-            with _NoReads():  # too early for another copy; one is made; it has not come
+            with host_reads(dispatcher) as seen:  # too early for another copy; one is made; it has not come
                 dispatcher.check()
+            assert seen == []
         at.arrived = True
         with pytest.warns(UserWarning) as told:
             dispatcher.check()
@@ -617,54 +682,6 @@ def given_up_on_the_device(seat: Seat) -> None:
 
 def test_a_fault_that_only_the_device_knows(on: On):
     on("loopback", 2)(given_up_on_the_device)
-
-
-# -- without the host --------------------------------------------------------------------------------------------------
-
-
-class _NoReads(TorchDispatchMode):
-    """Refuses what reads a number of a tensor."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read on the host"
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def device_ledger(dispatcher: cd.TokenDispatcher) -> Iterator[None]:
-    """The ledger of a GPU, its kernels in the interpreter."""
-    pytest.importorskip("triton", reason="triton is published for Linux only")
-    dispatcher._open.accounts._ledger = DeviceLedger(1, 4, torch.device("cpu"))
-    yield
-
-
-@pytest.mark.parametrize(("make", "settings"), [("fused AdamW", {}), ("SGD", {"snapshot": True})])
-def test_the_device_decides(make: str, settings: dict[str, Any]):
-    capacity = cd.RowCapacity.calibrated(1.0)
-    with cd.TokenDispatcher(guarded_config(row_capacity=capacity)) as dispatcher, device_ledger(dispatcher):
-        weight = torch.nn.Parameter(torch.ones(16))
-        optimizer = OPTIMIZERS[make]([weight])
-        guard = cd.OverflowGuard(dispatcher, optimizer, **settings)
-        changed, sizes = [], []
-        for number, num_tokens in enumerate([2, 4, 4, 4]):
-            routed = dispatcher.dispatch(
-                weight.expand(num_tokens, 16),
-                torch.ones(num_tokens, 2),
-                ids_of("even")[:num_tokens],
-                num_tokens_per_rank=4,
-            )
-            sizes.append(routed.rows.shape[0])
-            dispatcher.combine(routed.rows, routed.handle).sum().backward()
-            before = weight.tolist()
-            if number == 0:
-                guard.step()  # makes the optimizer's state
-            else:
-                with _NoReads():
-                    guard.step()
-            changed.append(weight.tolist() != before)
-        assert (changed, sizes) == ([True, False, False, True], [4, 4, 4, 8])
-        assert dispatcher.stats().skipped_steps == guard.num_skipped() == 2
-        assert dispatcher.stats().layers[""].headroom == 0.0
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------

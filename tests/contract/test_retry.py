@@ -10,10 +10,12 @@ from torch import Tensor
 
 import crossdock as cd
 from crossdock import recompute
-from crossdock.testing import Seat
+from crossdock.testing import Seat, assert_bit_equal
 from tests.contract.conftest import On
 from tests.contract.overflow_trials import (
+    CALIBRATED,
     OPTIMIZERS,
+    ROOM,
     Model,
     assert_same_bits,
     guarded_config,
@@ -63,6 +65,126 @@ def test_a_step_that_runs_again_is_the_step_that_had_room(
     on: On, backend: str, ep_size: int, dropout: float, make: str
 ):
     on(backend, ep_size)(retried, make, dropout)
+
+
+def test_a_step_that_runs_again_over_symmetric_memory(on: On):
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    on("symmetric", 2)(retried, "AdamW foreach", 0.3)
+
+
+# -- GradScaler --------------------------------------------------------------------------------------------------------
+
+
+def trained_through_a_scaler(
+    seat: Seat, make: str, unscales: bool, infinite: str, *, guarded: bool
+) -> tuple[dict[str, Tensor], list[float]]:
+    """State and scales; in step 1, which overflows under the guard, gradients of some runs are made infinite."""
+    with seat.open(guarded_config(row_capacity=CALIBRATED if guarded else ROOM)) as dispatcher:
+        model = Model(dispatcher)
+        optimizer = OPTIMIZERS[make](list(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        guard, runs, scales = cd.OverflowGuard(dispatcher, optimizer, retry=True), [0] * len(BATCHES), []
+        for number, batch in enumerate(BATCHES):
+
+            def step(number: int = number, batch: str = batch) -> None:
+                optimizer.zero_grad()
+                scaler.scale(model.loss(batch, number, seat.rank)).backward()
+                runs[number] += 1
+                if number == 1 and (infinite == "all runs" or (infinite == "the truncated run" and not fits())):
+                    assert model.router.grad is not None
+                    model.router.grad[0, 0] = float("inf")
+                if unscales:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+            def fits() -> bool:
+                return not guarded or runs[1] > 1
+
+            if guarded:
+                guard.step(step, scaler=scaler)
+            else:
+                step()
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert runs == ([1, 2, 1, 1] if guarded else [1] * 4)
+        return state_bits(model, optimizer), scales
+
+
+def retried_through_a_scaler(seat: Seat, make: str, unscales: bool) -> None:
+    for infinite, scales in (
+        ("no run", [64.0, 128.0, 128.0, 256.0]),
+        ("the truncated run", [64.0, 128.0, 128.0, 256.0]),
+        ("all runs", [64.0, 32.0, 32.0, 64.0]),
+    ):
+        found = trained_through_a_scaler(seat, make, unscales, infinite, guarded=True)
+        wanted = trained_through_a_scaler(seat, make, unscales, infinite, guarded=False)
+        assert found[1] == wanted[1] == scales, f"{infinite} infinite"
+        assert_same_bits(found[0], wanted[0], f"{infinite} infinite")
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled and clipped"])
+@pytest.mark.parametrize("make", ["SGD", "fused AdamW"])
+def test_a_step_that_runs_again_begins_with_the_scaler_as_it_was(on: On, make: str, unscales: bool):
+    on("all_to_all", 2)(retried_through_a_scaler, make, unscales)
+
+
+def test_what_a_scaler_has_found_before_the_closure_is_kept():
+    """In gradients of another optimizer, which are finite by now; the closure steps that one, and runs three times."""
+    with cd.TokenDispatcher(guarded_config()) as dispatcher:
+        weight, other = (torch.nn.Parameter(torch.ones(16)) for _ in range(2))
+        optimizer, unguarded = (OPTIMIZERS["SGD"]([each]) for each in (weight, other))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        guard = cd.OverflowGuard(dispatcher, optimizer, retry=True)
+        num_tokens = iter([2, 4, 6, 6])  # of every run; the first one measures
+
+        def step() -> None:
+            optimizer.zero_grad()
+            length = next(num_tokens)
+            routed = dispatcher.dispatch(
+                weight.expand(length, 16), torch.ones(length, 2), ids_of("even")[:length], num_tokens_per_rank=8
+            )
+            scaler.scale(dispatcher.combine(routed.rows, routed.handle).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(unguarded)
+
+        for gradient, scale in ((1.0, 64.0), (float("inf"), 32.0)):
+            scaler.scale(torch.ones(()))  # a scaler's first call makes its scale
+            other.grad = torch.full_like(other, 64.0 * gradient)
+            scaler.unscale_(unguarded)
+            other.grad.fill_(1.0)
+            before = other.tolist()
+            guard.step(step, scaler=scaler)
+            scaler.update()
+            assert scaler.get_scale() == scale
+            assert (other.tolist() == before) == (scale == 32.0)
+        assert guard.stats() == cd.GuardStats(steps=2, retries=2, grown=2)
+        assert weight.grad is not None and weight.grad.tolist() == [12.0] * 16
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing():
+    def trained(scaler: Any) -> Tensor:
+        with cd.TokenDispatcher(guarded_config()) as dispatcher:
+            weight = torch.nn.Parameter(torch.ones(16))
+            guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight]), retry=True)
+            for length in (2, 4):
+
+                def step(length: int = length) -> None:
+                    x, ids = weight.expand(length, 16), ids_of("even")[:length]
+                    routed = dispatcher.dispatch(x, torch.ones(length, 2), ids, num_tokens_per_rank=4)
+                    dispatcher.combine(routed.rows, routed.handle).sum().backward()
+
+                weight.grad = None
+                guard.step(step, scaler=scaler)
+            assert guard.stats() == cd.GuardStats(steps=2, retries=1, grown=1)
+            return weight.detach()
+
+    weight = trained(torch.amp.GradScaler("cpu", enabled=False))
+    assert_bit_equal(weight, trained(None), "without a scaler")
+    assert weight.tolist() == pytest.approx([1.0 - 0.1 * 4.0 - 0.1 * (0.9 * 4.0 + 8.0)] * 16)
+
+
+# -- several runs, layers and micro-batches ----------------------------------------------------------------------------
 
 
 def recomputed(seat: Seat) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import crossdock as cd
 from crossdock import recompute
-from crossdock.nn import GroupedExperts, MoE
+from crossdock.nn import MoE
 from crossdock.routing import softmax_topk
+from tests.contract.tails import SpoilingExperts
 from tests.contract.trials import make_config
 
 HIDDEN_DIM, NUM_EXPERTS, TOP_K, FFN_DIM = 16, 8, 2, 24
@@ -32,7 +33,7 @@ def config_of(capacity: cd.RowCapacity | None = None) -> cd.DispatcherConfig:
 
 
 class Block(nn.Module):
-    """A dense part and a mixture of experts, each added to the tokens `[T, D]`."""
+    """A dense part and a mixture of experts, each added to the tokens `[T, D]`. Whoever reads a tail learns NaN."""
 
     def __init__(self, dispatcher: cd.TokenDispatcher, number: int) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Block(nn.Module):
         router = nn.Linear(HIDDEN_DIM, NUM_EXPERTS, bias=False)
         for parameter in (*self.dense.parameters(), *router.parameters()):
             nn.init.normal_(parameter, std=0.3, generator=generator)
-        experts = GroupedExperts(
+        experts = SpoilingExperts(
             dispatcher.num_local_experts,
             HIDDEN_DIM,
             FFN_DIM,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,9 +31,9 @@ CAPACITIES = (cd.RowCapacity.worst_case(), cd.RowCapacity.calibrated(3.0))
 LENGTHS = (24, 17, 40, 9)
 
 
-def train(seat: Seat, way: str, capacity: cd.RowCapacity) -> list[Tensor]:
-    """Losses and weights of one block; the first step is eager, as a calibration has to be."""
-    losses: list[Tensor] = []
+def train(seat: Seat, way: str, capacity: cd.RowCapacity) -> dict[str, Tensor]:
+    """Losses and gradients of a block by step, and its weights; the first step is eager, as a calibration has to be."""
+    found: dict[str, Tensor] = {}
     with seat.open(config_of(capacity)) as dispatcher:
         block = Block(dispatcher, 0)
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -42,62 +44,95 @@ def train(seat: Seat, way: str, capacity: cd.RowCapacity) -> list[Tensor]:
             out = recompute.checkpoint(called, x) if way == "recomputed" else called(x)
             loss = squares(out, batch_of(length + seat.rank, step, seat.rank, 2))
             loss.backward()
+            found |= {f"loss of step {step}": loss.detach(), **gradients(block, f" in step {step}")}
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.detach())
-        return [*losses, *(parameter.detach() for parameter in block.parameters())]
+        return found | {name: parameter.detach() for name, parameter in block.named_parameters()}
+
+
+def gradients(block: torch.nn.Module, when: str = "") -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None, name
+        found[f"gradient of {name}{when}"] = parameter.grad
+    return found
 
 
 @pytest.fixture(scope="module")
-def eager(ranks: Ranks) -> list[list[Tensor]]:
-    return PoolRunner(ranks(2))(train, "eager", cd.RowCapacity.exact())
+def eager(ranks: Ranks) -> Callable[[int], list[dict[str, Tensor]]]:
+    """Return a function of the number of ranks: what they get without a compiler, trained once."""
+    return cache(lambda num_ranks: PoolRunner(ranks(num_ranks))(train, "eager", cd.RowCapacity.exact()))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("way", ["compiled", "recomputed"])
 @pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
 def test_a_compiled_block_trains_to_the_bits_of_eager_code(
-    ranks: Ranks, eager: list[list[Tensor]], capacity: cd.RowCapacity, way: str
+    ranks: Ranks,
+    eager: Callable[[int], list[dict[str, Tensor]]],
+    capacity: cd.RowCapacity,
+    way: str,
+    num_ranks: int,
 ):
-    for wanted, actual in zip(eager, PoolRunner(ranks(2))(train, way, capacity), strict=True):
-        for number, (one, other) in enumerate(zip(actual, wanted, strict=True)):
-            assert_bit_equal(one, other, f"loss or weight {number}")
+    by_rank = PoolRunner(ranks(num_ranks))(train, way, capacity)
+    for wanted, actual in zip(eager(num_ranks), by_rank, strict=True):
+        assert actual.keys() == wanted.keys()
+        for name in wanted:
+            assert_bit_equal(actual[name], wanted[name], name)
 
 
-def inductor(seat: Seat) -> None:
-    """Output and gradients of what belongs to this rank's tokens, against float64 and against eager code."""
+def drawn(rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's tokens and the gradient of its output."""
+    return batch_of(20, rank, 1), batch_of(20, rank, 2)
+
+
+def inductor(seat: Seat, num_ranks: int) -> None:
+    """Output and gradients, against float64 and against eager code."""
     capacity = cd.RowCapacity.worst_case()
-    x, grad = batch_of(20, seat.rank, 1), batch_of(20, seat.rank, 2)
+    x, grad = drawn(seat.rank)
     with seat.open(config_of(capacity)) as dispatcher:
         block = Block(dispatcher, 0)
-        eager = outputs(block, x, grad)
+        eager = outputs(block, block, x, grad)
         compiled: Any = torch.compile(block, fullgraph=True)
-        code = outputs(compiled, x, grad)
-        truth = in_float64(block, x, grad)
+        code = outputs(compiled, block, x, grad)
+        truth = in_float64(block, seat.rank, num_ranks)
+    assert truth.keys() == code.keys() == eager.keys()
     for name in truth:
         torch.testing.assert_close(eager[name], truth[name].float())  # or the rule below would allow anything
         assert_within_baseline(code[name], truth[name], eager[name], what=name)
 
 
-def outputs(block: torch.nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def outputs(called: Callable[[Tensor], Tensor], block: Block, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
-    out = block(x)
+    out = called(x)
     out.backward(grad)
     assert x.grad is not None
-    return {"out": out.detach(), "gradient of x": x.grad}
+    found = {"out": out.detach(), "gradient of x": x.grad, **gradients(block)}
+    block.zero_grad()
+    return found
 
 
-def in_float64(block: Block, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def in_float64(block: Block, rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """What `outputs` should be: experts get gradients from the tokens of all ranks, all else from this rank's."""
+    of_ranks = [whole_in_float64(block, *drawn(source)) for source in range(num_ranks)]
+    truth, num_local = of_ranks[rank], NUM_EXPERTS // num_ranks
+    for name in [name for name in truth if ".experts." in name]:
+        truth[name] = torch.stack([part[name] for part in of_ranks]).sum(0)[rank * num_local :][:num_local]
+    return truth
+
+
+def whole_in_float64(block: Block, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """The block in plain torch with all experts here, and the experts chosen that float32 chose."""
-    experts = GroupedExperts(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, seed=0)  # the same numbers as on the ranks
-    gate, up, down = (weights.detach().double() for weights in (experts.gate_proj, experts.up_proj, experts.down_proj))
-    dense = (block.dense.weight.detach(), block.dense.bias.detach())
     with torch.no_grad():
-        hidden = x + torch.nn.functional.linear(x, *dense).tanh()
-        ids = block.moe.router(hidden).topk(TOP_K).indices
+        ids = block.moe.router(x + block.dense(x).tanh()).topk(TOP_K).indices
+    experts = GroupedExperts(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, seed=0)  # the same numbers as on the ranks
+    weights = dict(block.named_parameters()) | {f"moe.experts.{name}": it for name, it in experts.named_parameters()}
+    double = {name: weight.detach().double().requires_grad_() for name, weight in weights.items()}
+    gate, up, down = (double[f"moe.experts.{name}_proj"] for name in ("gate", "up", "down"))
 
     x = x.double().requires_grad_()
-    hidden = x + torch.nn.functional.linear(x, *(part.double() for part in dense)).tanh()
-    scores = (hidden @ block.moe.router.weight.detach().double().T).softmax(-1).gather(1, ids)
+    hidden = x + torch.nn.functional.linear(x, double["dense.weight"], double["dense.bias"]).tanh()
+    scores = (hidden @ double["moe.router.weight"].T).softmax(-1).gather(1, ids)
     scores = scores / scores.sum(1, keepdim=True)
     inner = torch.einsum("td,tkdf->tkf", hidden, gate[ids])
     inner = torch.nn.functional.silu(inner) * torch.einsum("td,tkdf->tkf", hidden, up[ids])
@@ -105,8 +140,10 @@ def in_float64(block: Block, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     out = hidden + (scores.unsqueeze(2) * rows).sum(1)
     out.backward(grad.double())
     assert x.grad is not None
-    return {"out": out.detach(), "gradient of x": x.grad}
+    of_weights = {f"gradient of {name}": weight.grad for name, weight in double.items() if weight.grad is not None}
+    return {"out": out.detach(), "gradient of x": x.grad, **of_weights}
 
 
-def test_inductor_keeps_to_the_baseline_rule(ranks: Ranks):
-    PoolRunner(ranks(2))(inductor, timeout_s=110.0)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_inductor_keeps_to_the_baseline_rule(ranks: Ranks, num_ranks: int):
+    PoolRunner(ranks(num_ranks))(inductor, num_ranks, timeout_s=110.0)

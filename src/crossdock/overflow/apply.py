@@ -2,7 +2,8 @@
 
 torch's fused optimizers read such a flag (`found_inf`) and leave everything as it is where it is set. For all others
 a copy is kept and put back. A step in which an optimizer makes its state is decided on the host: what is not there yet
-can be neither kept nor put back, and fused SGD would keep a momentum that nobody has written.
+can be neither kept nor put back, and fused SGD would keep a momentum that nobody has written. Whatever is decided
+here, the step of torch's `GradScaler` reads on the host, once for each optimizer that does not read `found_inf`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ContractViolation
+from .scaler import infinite, unscale
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:
@@ -53,7 +55,7 @@ class Stepper:
             self._step_by_flag(flag, scaler)
         elif skip:
             if scaler is not None:
-                _unscale(scaler, self.optimizer)  # `update` wants to know of it, and of infinities
+                unscale(scaler, self.optimizer)  # `update` wants to know of it, and of infinities
         else:
             _step(self.optimizer, scaler)
             if decides_late:
@@ -64,7 +66,7 @@ class Stepper:
             with _flagged(self.optimizer, flag):
                 _step(self.optimizer, scaler)
         elif scaler is not None:
-            with _infinite(scaler, self.optimizer, flag):
+            with infinite(scaler, self.optimizer, flag):
                 scaler.step(self.optimizer)
         else:
             self._step_and_put_back(flag)
@@ -133,27 +135,6 @@ def _flagged(optimizer: Optimizer, flag: Tensor) -> Iterator[None]:
             optimizer.found_inf = before  # type: ignore[attr-defined]  # torch's own way to hand it over
         elif hasattr(optimizer, "found_inf"):  # a GradScaler has taken it away itself
             del optimizer.found_inf
-
-
-@contextmanager
-def _infinite(scaler: Any, optimizer: Optimizer, flag: Tensor) -> Iterator[None]:
-    """Add `flag` to what the scaler has found infinite, for its step alone: its scale does not follow from it."""
-    _unscale(scaler, optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    before = {device: value.clone() for device, value in found.items()}
-    for value in found.values():
-        value.copy_(torch.maximum(value, flag.to(value.device)))
-    try:
-        yield
-    finally:
-        for device, value in found.items():
-            value.copy_(before[device])
-
-
-def _unscale(scaler: Any, optimizer: Optimizer) -> None:
-    """Unscale the gradients, unless the caller has."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
-        scaler.unscale_(optimizer)
 
 
 def _local(tensor: Any) -> Tensor:

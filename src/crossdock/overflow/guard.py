@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 from ..dispatcher import TokenDispatcher
 from ..errors import CapacityOverflow, ConfigError, ContractViolation, CrossdockError, InvalidInput
-from ..ledger import HostCopy
 from ..opened import OpenDispatcher
 from ..types import RowCapacity, check_positive_int
 from .agree import Agreement, come_to
 from .apply import Stepper
+from .report import Report
 from .rng import RngState
+from .scaler import ScalerState
 from .sizing import Shrinking, Sizer
 
 Loss = TypeVar("Loss")
@@ -64,7 +65,7 @@ class OverflowGuard:
             tensor and pipeline parallelism. The flag is agreed over each in turn, as over the dimensions of a mesh.
             Making a guard asks no other rank; on a CPU the first step meets them, and opens communicators of its own.
         snapshot: keep a copy of parameters and state during the step, and put it back on the device, so that the host
-            reads nothing; for optimizers without `found_inf`.
+            reads nothing; for optimizers without `found_inf`, for which the step of a `GradScaler` still does.
         sync: read on the host at every step, so that sizes change at once.
         retry: run a truncated step again, at once and with the capacity that it needs; `step` needs its closure then.
         shrink_after: after so many steps in a row that took up little of a layer's capacity, fit that to the most of
@@ -124,7 +125,7 @@ class OverflowGuard:
             self._own[places[0]].alike = {"dispatchers": [_opening_of(self._opened[i]) for i in places]}
         self._agreements = [*(self._own[places[0]] for places in _by_key(self._own)), *self._wider]
         self._close = weakref.finalize(self, _close_all, self._agreements, os.getpid())
-        self._unread: _Report | None = None
+        self._unread: Report | None = None
         self._fault: CrossdockError | None = None  # of the first step to which not all ranks came
         self._steps = self._skipped = self._skipped_in_a_row = self._retries = self._grown = self._shrunk = 0
 
@@ -135,7 +136,8 @@ class OverflowGuard:
             closure: runs forward and backward of the whole step and returns its loss, which is returned; called once,
                 or again under `retry`. Without it, they have been run.
             scaler: a `torch.amp.GradScaler`, whose step is made instead of the optimizer's; gradients may have been
-                unscaled, and `scaler.update()` stays with the caller. A truncated step does not change its scale.
+                unscaled, and `scaler.update()` stays with the caller. A truncated step does not change its scale; one
+                that runs again begins with the scaler as the first run did, so that its closure may unscale.
 
         Raises:
             CapacityOverflow: under `on_overflow="raise"`; or too many steps in a row were truncated.
@@ -145,21 +147,23 @@ class OverflowGuard:
         self._check_step(closure)
         self._raise_faults()
         self._read_late()
-        rng = RngState.of(self._device) if self._retry else None
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        start = (RngState.of(self._device), ScalerState.of(scaler)) if self._retry else None
         loss = _run(closure)
         report, skip, runs = self._agree(str(self._steps)), None, 1
         if self._reads_host:
             skip = self._take(report)
-            while skip and rng is not None and report.values()[0] == 1:
+            while skip and start is not None and report.values()[0] == 1:
                 runs += 1
-                loss, report = self._run_again(closure, rng, runs)
+                loss, report = self._run_again(closure, start, runs)
                 skip = self._take(report)
+            if skip:
+                self._count_skipped(report)
         else:
             self._unread = report
         for opened in self._opened:
             opened.look()
         self._steps += 1
-        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         for stepper in self._steppers:
             stepper.step(report.flag, skip, scaler)
         return loss
@@ -169,9 +173,10 @@ class OverflowGuard:
         """Whether `step` was ever called."""
         return self._steps > 0 or self._fault is not None
 
-    def num_skipped(self) -> int:
-        """Steps that were not applied; waits for the device."""
-        return self._skipped + (self._unread is not None and self._unread.values()[0] > 0)
+    def num_skipped(self, *, wait: bool = True) -> int:
+        """Steps that were not applied; waits for the device, or leaves out a step of which nothing has come yet."""
+        report = self._unread
+        return self._skipped + (report is not None and (wait or report.has_arrived()) and report.values()[0] > 0)
 
     def stats(self) -> GuardStats:
         """What it has done so far; waits for the device."""
@@ -206,7 +211,7 @@ class OverflowGuard:
         for opened in self._opened:
             opened.session.raise_fault()
 
-    def _agree(self, step: str) -> _Report:
+    def _agree(self, step: str) -> Report:
         """What all ranks have seen of this step, which `step` names."""
         self._raise_faults()
         if self._fault is not None:
@@ -219,7 +224,7 @@ class OverflowGuard:
         except CrossdockError as fault:
             self._fault = copy.copy(fault)
             raise
-        return _Report(flag, news)
+        return Report(flag, news)
 
     def _agree_on(self, news: list[Tensor]) -> Tensor:
         """Put what all ranks have seen in the place of what this one has; `[1]`: the first word of all of it."""
@@ -234,7 +239,7 @@ class OverflowGuard:
             agreement.maximum(flag, self._raise_faults)
         return flag
 
-    def _take(self, report: _Report) -> bool:
+    def _take(self, report: Report) -> bool:
         """Read a report on the host and fit capacities; whether its step is truncated."""
         code, *words = report.values()
         skipped, grown = code > 0, 0
@@ -244,28 +249,37 @@ class OverflowGuard:
             grown += resized.grown
             self._shrunk += resized.shrunk
         self._grown += grown
-        self._skipped += skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row > self._patience:
+            self._count_skipped(report)
             self._give_up(parts)
         return skipped
+
+    def _count_skipped(self, report: Report) -> None:
+        self._skipped += 1
+        parts = report.split(report.values()[1:])
+        for opened, sizer, part in zip(self._opened, self._sizers, parts, strict=True):
+            opened.accounts.note_skipped(sizer.dropping(part))
 
     def _read_late(self) -> None:
         if self._unread is not None:
             report, self._unread = self._unread, None
-            self._take(report)
+            if self._take(report):
+                self._count_skipped(report)
 
-    def _run_again(self, closure: Callable[[], Loss] | None, rng: RngState, run: int) -> tuple[Loss | None, _Report]:
+    def _run_again(
+        self, closure: Callable[[], Loss] | None, start: tuple[RngState, ScalerState], run: int
+    ) -> tuple[Loss | None, Report]:
         self._retries += 1
-        self._skipped -= 1  # it is not skipped, but made again
-        rng.restore()
+        for state in start:
+            state.restore()
         for stepper in self._steppers:
             stepper.optimizer.zero_grad(set_to_none=True)
         return _run(closure), self._agree(f"{self._steps}, run {run},")
 
     def _give_up(self, parts: list[list[int]]) -> None:
         found = ((sizer.dropping(part), i) for i, (sizer, part) in enumerate(zip(self._sizers, parts, strict=True)))
-        layer, i = next(((layer, i) for layer, i in found if layer is not None), (None, 0))
+        layer, i = next(((layers[0], i) for layers, i in found if layers), (None, 0))
         if layer is None:
             why = "ranks of another dispatcher dropped rows"
         else:
@@ -283,28 +297,6 @@ class OverflowGuard:
                 )
         for opened in self._opened:
             opened.accounts.guard = weakref.ref(self)
-
-
-class _Report:
-    """What all ranks have seen of one step, on its way to the host.
-
-    Attributes:
-        flag: float32 without dimensions, on the device: 1 where the step is truncated.
-    """
-
-    def __init__(self, code: Tensor, news: list[Tensor]) -> None:
-        self.flag = (code != 0).to(torch.float32).reshape(())
-        self._sizes = [len(part) for part in news]
-        self._copy = HostCopy(torch.cat([code, *news]))
-
-    def values(self) -> list[int]:
-        """1 (rows were dropped) or 2 (a call was given up), then every dispatcher's words; waits for the device."""
-        return self._copy.values()
-
-    def split(self, words: list[int]) -> list[list[int]]:
-        """Every dispatcher's words."""
-        ends = [sum(self._sizes[: i + 1]) for i in range(len(self._sizes))]
-        return [words[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
 
 
 def _run(closure: Callable[[], Loss] | None) -> Loss | None:

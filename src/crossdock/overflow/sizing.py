@@ -52,10 +52,11 @@ class Sizer:
         shrunk = sum(self._shrink(layer, peak) for layer, peak in zip(layers, seen, strict=True))
         return Resized(grown, shrunk)
 
-    def dropping(self, words: Sequence[int]) -> str | None:
-        """The first layer of these that dropped rows."""
+    def dropping(self, words: Sequence[int]) -> list[str]:
+        """The layers of these that dropped rows."""
         num_layers = (len(words) - 1) // 2
-        return next((self._opened.accounts.ledger.layers[i] for i in range(num_layers) if words[1 + i]), None)
+        layers = self._opened.accounts.ledger.layers[:num_layers] if num_layers else []
+        return [layer for layer, peak in zip(layers, words[1 : 1 + num_layers], strict=True) if peak]
 
     def _grow(self, layer: str, peak: int) -> bool:
         measured, seen = self._opened.sizes.measured(layer), Calibration(peak, TOKENS_OF_PEAK)
