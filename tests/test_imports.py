@@ -1,9 +1,9 @@
 """Who may import whom, what may not be written, and what `import crossdock` may not do: read off the sources.
 
 The layers, from the bottom: errors, names and types, which everyone may import; kernels; plain functions (permute,
-row_memory, rows, reference, capacity, row_capacity, layer_sizes, routing, inputs); the ledger; the group and memory;
-backends; autograd, select and the accounts; an opened dispatcher, a layer's calls, the dispatcher; the guard over it
-(overflow); and on top, with public names only, nn, testing, bench and the command line.
+row_memory, rows, reference, capacity, row_capacity, layer_sizes, routing, inputs); pages and the ledger; the group and
+memory; backends; autograd, select and the accounts; an opened dispatcher, a layer's calls, the dispatcher; the guard
+over it (overflow); and on top, with public names only, nn, testing, bench and the command line.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ LAYERS: dict[str, set[str]] = {
     "inputs": set(),
     "reference": set(),
     "row_capacity": set(),
-    "ledger": {"kernels"},
+    "pages": set(),
+    "ledger": {"kernels", "pages"},
     "telemetry": set(),
     "capacity": set(),
     "routing": {"permute"},
     "group": set(),
     "memory": {"group"},
-    "backends": {"permute", "row_memory", "rows", "inputs", "memory", "kernels", "group"},
+    "backends": {"permute", "row_memory", "rows", "inputs", "memory", "kernels", "group", "pages"},
     "recompute": set(),
     "eager": set(),
     "operations": {"backends.base", "group", "recompute.frames", "row_capacity"},
@@ -52,8 +53,10 @@ LAYERS: dict[str, set[str]] = {
     "select": {"backends", "group", "row_capacity"},
     "padding": {"backends.base"},
     "layer_sizes": {"row_capacity"},
+    "statistics": {"accounts", "backends.base", "group", "ledger"},
     "accounts": {"backends.base", "callers", "group", "inputs", "ledger", "row_capacity"},
     "opened": {
+        "statistics",
         "accounts",
         "backends.base",
         "callers",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from .group.fingerprint import CallFacts
 from .inputs import refuse_late
 from .ledger import DeviceLedger, Drop, Entry, HostLedger, open_ledger
 from .row_capacity import tokens_of_call, what_to_change
-from .types import DispatcherConfig, LayerStats, OnOverflow
+from .types import DispatcherConfig, OnOverflow
 
 
 class Guard(Protocol):
@@ -29,8 +30,8 @@ class Guard(Protocol):
     def has_stepped(self) -> bool:
         """Whether it was ever asked to end a step."""
 
-    def num_skipped(self) -> int:
-        """Steps that it did not apply; waits for the device."""
+    def num_skipped(self, *, wait: bool = True) -> int:
+        """Steps that it did not apply; waits for the device, or leaves out a step of which nothing has come yet."""
 
 
 class Accounts:
@@ -47,6 +48,9 @@ class Accounts:
         self._told = (0, 0, 0)  # of the ledger's troubles
         self._may_skip, self._has_warned = config.on_overflow == "skip_step", False
         self._has_trained = False  # whether a dispatch came in grad mode
+        self._num_rows = dict[str, int]()  # of each layer's last dispatch
+        self._keeps_rows = dict[str, bool]()  # whether its last combine keeps them for a backward
+        self._skipped_of = dict[str, int]()  # steps, by the layers that lacked rows in them
         self._ledger = None if device is None else self._open(device)
 
     @property
@@ -54,6 +58,11 @@ class Accounts:
         """What its dispatches asked for and got."""
         if self._ledger is None:  # any device will do, and nothing has come yet
             self._ledger = self._open(torch.device("cpu"))
+        return self._ledger
+
+    @property
+    def opened_ledger(self) -> HostLedger | DeviceLedger | None:
+        """`ledger`, or None where it is not known yet on which device."""
         return self._ledger
 
     def set_policy(self, layer: str, on_overflow: OnOverflow) -> None:
@@ -66,6 +75,7 @@ class Accounts:
         if self._ledger is None:  # alone: the first dispatch says where the rows live
             self._ledger = self._open(x.device)
         self._has_trained |= facts.grad_mode
+        self._num_rows[facts.layer] = received.rows.shape[0]
         wanted, bad_ids = received.demand
         kept, ends = received.tokens_per_expert, received.expert_offsets
         bound = int(tokens_of_call(self._config, x.shape[0], facts.num_tokens_per_rank))
@@ -76,6 +86,23 @@ class Accounts:
         if self._config.distinct_experts:
             self._ledger.note_repeats(expert_ids)
         return rows_end
+
+    def note_combine(self, facts: CallFacts) -> None:
+        """A combine begins."""
+        self._keeps_rows[facts.layer] = facts.grad_mode and facts.apply_scores
+
+    def held(self, layer: str) -> tuple[int, bool]:
+        """Rows of a layer's last dispatch, and whether its last combine keeps as many for its backward."""
+        return self._num_rows.get(layer, 0), self._keeps_rows.get(layer, False)
+
+    def note_skipped(self, layers: Iterable[str]) -> None:
+        """The guard has not applied a step in which these layers lacked rows, on this rank or another one."""
+        for layer in layers:
+            self._skipped_of[layer] = self._skipped_of.get(layer, 0) + 1
+
+    def num_skipped_of(self, layer: str) -> int:
+        """Steps, of those that the guard has read, that were not applied for this layer."""
+        return self._skipped_of.get(layer, 0)
 
     def forget_fill(self, layer: str) -> None:
         """A layer's capacity has changed."""
@@ -112,14 +139,10 @@ class Accounts:
             warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=level_of_caller())
         return None
 
-    def of_layers(self) -> dict[str, LayerStats]:
-        """Every layer's account; waits for the device."""
-        return {} if self._ledger is None else self._ledger.stats()
-
-    def num_skipped(self) -> int:
-        """Steps that the guard did not apply; waits for the device."""
+    def num_skipped(self, *, wait: bool) -> int:
+        """`Guard.num_skipped` of the guard, if there is one."""
         guard = self._living_guard()
-        return 0 if guard is None else guard.num_skipped()
+        return 0 if guard is None else guard.num_skipped(wait=wait)
 
     def _unwatched(self, ledger: HostLedger | DeviceLedger, at_the_end: bool) -> Drop | None:
         """A layer that drops rows where a guard should skip the step, and none does; the first time only."""

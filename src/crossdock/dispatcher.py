@@ -158,7 +158,11 @@ class TokenDispatcher:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of persistent storage for communication on this rank, all allocated when it was opened."""
+        """Bytes of persistent storage for communication on this rank, all allocated when it was opened.
+
+        On a CPU `all_to_all` and `loopback` also keep memory of rows that nobody holds any longer, for the next call:
+        up to 128 MB a dispatcher.
+        """
         return self._open.transport.workspace_bytes
 
     @property
@@ -193,10 +197,15 @@ class TokenDispatcher:
         """
         self._open.check()
 
-    def stats(self) -> DispatcherStats:
-        """What this rank has done so far; on a GPU it waits for the device. Raises what `check` raises."""
+    def stats(self, *, wait: bool = True) -> DispatcherStats:
+        """What this rank has done so far. Raises what `check` raises.
+
+        What a GPU counts comes in one copy, for which the host waits. With `wait=False` it does not: the numbers are
+        those of the last copy that has come, at first zeros and no layers, and a newer one is asked for; inside the
+        capture of a graph none is.
+        """
         self.check()
-        stats = self._open.stats()
+        stats = self._open.statistics.read(wait=wait)
         self._open.look()  # the device has come to here by now
         return stats
 

@@ -59,7 +59,7 @@ def check_before_casting(
     for name, tensor in (("x", x), ("topk_scores", topk_scores), ("topk_expert_ids", topk_expert_ids)):
         check_is_strided(name, tensor)
     refuse_forward_mode(x, topk_scores)
-    if not (num_tokens_per_rank is None or isinstance(num_tokens_per_rank, (int, torch.SymInt))):
+    if isinstance(num_tokens_per_rank, bool) or not isinstance(num_tokens_per_rank, (int, torch.SymInt, type(None))):
         raise InvalidInput(f"num_tokens_per_rank must be an integer or None, got {num_tokens_per_rank!r}")
     if topk_scores.dtype not in SCORE_DTYPES:
         raise InvalidInput(

@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import ContractViolation
-from .types import LayerStats, OnOverflow
+from .pages import LayerPages
+from .types import OnOverflow
 
 # A layer's words, then one for each local expert: rows wanted.
 CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, PEAK, OVERFLOW_PEAK, BY_EXPERT = range(10)
 # The words of trouble, counted over all layers; layer, demand and capacity are of the first overflow to be raised.
 OVERFLOW, LAYER, FIRST_DEMAND, FIRST_CAPACITY, BAD_IDS, REPEATS, NUM_TROUBLES = range(7)
 TOKENS_OF_PEAK = 2**20  # a peak is a demand per so many tokens: one number that is compared across calls and ranks
-_LAYERS_PER_PAGE = 128
 _COPY_EVERY_S = 1.0  # how often the device's words are sent to the host where nobody asks for them
 _now = time.monotonic
 
@@ -120,7 +119,6 @@ class Ledger(ABC):
     def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
         self.alignment, self.num_local_experts = alignment, num_local_experts
         self.overflowed = torch.zeros(1, device=device)
-        self._place_of_layer: dict[str, int] = {}
 
     @abstractmethod
     def enter(self, entry: Entry) -> Tensor:
@@ -142,18 +140,21 @@ class Ledger(ABC):
     def drop(self) -> Drop | None:
         """The first layer known to have dropped rows, under another policy than "drop", since `take`; does not wait."""
 
+    def know(self, words: list[list[int]]) -> None:
+        """Take what `words` gave just now, for which somebody has waited."""
+
     @abstractmethod
     def trouble(self) -> Trouble:
         """All that has gone wrong; waits for the device."""
 
-    @abstractmethod
-    def _words(self) -> list[list[int]]:
-        """Every layer's words, by place; waits for the device."""
-
     @property
+    @abstractmethod
     def layers(self) -> list[str]:
         """Every layer that has dispatched, in that order."""
-        return list(self._place_of_layer)
+
+    @abstractmethod
+    def words(self) -> Tensor:
+        """A copy of every layer's words, `[L, BY_EXPERT + num_local_experts]` int64 on the device; does not wait."""
 
     @abstractmethod
     def take(self) -> Tensor:
@@ -166,24 +167,6 @@ class Ledger(ABC):
     @abstractmethod
     def forget_fill(self, layer: str) -> None:
         """Begin a layer's largest demand anew: its capacity has changed."""
-
-    def stats(self) -> dict[str, LayerStats]:
-        """Every layer's account, in one copy from the device."""
-        words = self._words()
-        return {layer: _account(words[place]) for layer, place in self._place_of_layer.items()}
-
-
-def _account(words: list[int]) -> LayerStats:
-    return LayerStats(
-        calls=words[CALLS],
-        tokens=words[TOKENS],
-        rows=words[ROWS],
-        rows_wanted=words[WANTED],
-        overflows=words[OVERFLOWS],
-        largest_demand=words[DEMAND],
-        capacity=words[CAPACITY],
-        wanted_by_expert=tuple(words[BY_EXPERT:]),
-    )
 
 
 def _first_drop(layers: list[str], words_of_layers: list[list[int]]) -> Drop | None:
@@ -198,16 +181,14 @@ class HostLedger(Ledger):
 
     def __init__(self, alignment: int, num_local_experts: int, device: torch.device) -> None:
         super().__init__(alignment, num_local_experts, device)
-        self._pages: list[list[int]] = []
+        self._pages: dict[str, list[int]] = {}
         self._trouble = Trouble(0, "", 0, 0, 0, 0)
         self._has_dropped = False
 
     def enter(self, entry: Entry) -> Tensor:
         wanted, kept = entry.wanted.tolist(), sum(entry.kept.tolist())
-        if entry.layer not in self._place_of_layer:
-            self._place_of_layer[entry.layer] = len(self._pages)
-            self._pages.append([0] * (BY_EXPERT + self.num_local_experts))
-        words, alignment = self._pages[self._place_of_layer[entry.layer]], self.alignment
+        words = self._pages.setdefault(entry.layer, [0] * (BY_EXPERT + self.num_local_experts))
+        alignment = self.alignment
         total, demand = sum(wanted), sum(-(-rows // alignment) * alignment for rows in wanted)
         overflows = int(total > kept)
         for place, value in ((CALLS, 1), (TOKENS, entry.num_tokens), (ROWS, kept), (WANTED, total)):
@@ -229,7 +210,7 @@ class HostLedger(Ledger):
         return entry.expert_offsets[-1:].to(torch.int64)
 
     def take(self) -> Tensor:
-        pages = self._pages
+        pages = self._pages.values()
         peaks = [words[place] for place in (OVERFLOW_PEAK, PEAK) for words in pages]
         taken = torch.tensor([int(self.overflowed), *peaks], device=self.overflowed.device)
         self.overflowed.zero_()
@@ -239,8 +220,8 @@ class HostLedger(Ledger):
         return taken
 
     def forget_fill(self, layer: str) -> None:
-        if layer in self._place_of_layer:
-            words = self._pages[self._place_of_layer[layer]]
+        if layer in self._pages:
+            words = self._pages[layer]
             words[DEMAND] = words[CAPACITY] = 0
 
     def note_repeats(self, expert_ids: Tensor) -> None:
@@ -250,13 +231,18 @@ class HostLedger(Ledger):
         return self._trouble.overflows, 0, 0
 
     def drop(self) -> Drop | None:
-        return _first_drop(self.layers, self._pages) if self._has_dropped else None
+        return _first_drop(self.layers, list(self._pages.values())) if self._has_dropped else None
 
     def trouble(self) -> Trouble:
         return self._trouble
 
-    def _words(self) -> list[list[int]]:
-        return self._pages
+    @property
+    def layers(self) -> list[str]:
+        return list(self._pages)
+
+    def words(self) -> Tensor:
+        width = BY_EXPERT + self.num_local_experts
+        return torch.tensor(list(self._pages.values()), dtype=torch.int64, device="cpu").view(-1, width)
 
 
 def is_tighter(demand: int, capacity: int, demand_before: int, capacity_before: int) -> bool:
@@ -275,7 +261,7 @@ class DeviceLedger(Ledger):
         super().__init__(alignment, num_local_experts, device)
         self._troubles = torch.zeros(NUM_TROUBLES, dtype=torch.int64, device=device)
         self._told = torch.zeros(NUM_TROUBLES, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._pages = [self._new_page()]
+        self._pages = LayerPages(BY_EXPERT + num_local_experts, device)
         self._seen: list[list[int]] = []  # every layer's words as the host knows them, which may be old
         self._copy: HostCopy | None = None  # newer ones
         self._copied_at = float("-inf")
@@ -283,24 +269,22 @@ class DeviceLedger(Ledger):
     def enter(self, entry: Entry) -> Tensor:
         from .kernels.tally import launch_tally
 
-        place = self._place(entry.layer)
-        words = self._pages[place // _LAYERS_PER_PAGE][place % _LAYERS_PER_PAGE]
+        place, words = self._pages.row(entry.layer)
         books = (words, self._troubles, self._told, self.overflowed)
         return launch_tally(entry, books, place, self.alignment)
 
     def take(self) -> Tensor:
-        words = self._all_words()
+        words = self.words()
         taken = torch.cat([self.overflowed.to(torch.int64), words[:, OVERFLOW_PEAK], words[:, PEAK]])
         self.overflowed.zero_()
-        for page in self._pages:
+        for page in self._pages.pages:
             page[:, PEAK : OVERFLOW_PEAK + 1].zero_()
         self._seen, self._copy = [], None
         return taken
 
     def forget_fill(self, layer: str) -> None:
-        if layer in self._place_of_layer:
-            place = self._place_of_layer[layer]
-            self._pages[place // _LAYERS_PER_PAGE][place % _LAYERS_PER_PAGE, DEMAND : CAPACITY + 1].zero_()
+        if layer in self._pages.layers:
+            self._pages.row(layer)[1][DEMAND : CAPACITY + 1].zero_()
 
     def note_repeats(self, expert_ids: Tensor) -> None:
         from .kernels.repeats import launch_count_repeats
@@ -316,40 +300,26 @@ class DeviceLedger(Ledger):
             self._keep_up()
         return _first_drop(self.layers, self._seen)
 
+    def know(self, words: list[list[int]]) -> None:
+        self._seen = words
+
     def _keep_up(self) -> None:
         """Take the words that have arrived, and now and then send for newer ones."""
         if self._copy is not None and self._copy.has_arrived():
             self._seen, self._copy = self._copy.values(), None
         if self._copy is None and _now() - self._copied_at > _COPY_EVERY_S:
-            self._copy, self._copied_at = HostCopy(self._all_words()), _now()
+            self._copy, self._copied_at = HostCopy(self.words()), _now()
 
     def trouble(self) -> Trouble:
         overflows, place, demand, capacity, bad_ids, repeats = self._troubles.tolist()
-        layers = list(self._place_of_layer)
-        return Trouble(overflows, layers[place] if overflows else "", demand, capacity, bad_ids, repeats)
+        return Trouble(overflows, self.layers[place] if overflows else "", demand, capacity, bad_ids, repeats)
 
-    def _words(self) -> list[list[int]]:
-        self._seen = self._all_words().tolist()
-        return self._seen
+    @property
+    def layers(self) -> list[str]:
+        return self._pages.layers
 
-    def _all_words(self) -> Tensor:
-        return torch.cat(self._pages)[: len(self._place_of_layer)]
-
-    def _place(self, layer: str) -> int:
-        place = self._place_of_layer.setdefault(layer, len(self._place_of_layer))
-        if place >= _LAYERS_PER_PAGE * len(self._pages):
-            if self.is_capturing():
-                del self._place_of_layer[layer]
-                raise ContractViolation(
-                    f"layer {layer!r} is the first of more than {place} in this dispatcher and cannot be met inside a"
-                    " capture: dispatch once from it before"
-                )
-            self._pages.append(self._new_page())
-        return place
-
-    def _new_page(self) -> Tensor:
-        size = (_LAYERS_PER_PAGE, BY_EXPERT + self.num_local_experts)
-        return torch.zeros(size, dtype=torch.int64, device=self.overflowed.device)
+    def words(self) -> Tensor:
+        return self._pages.words()
 
 
 def open_ledger(alignment: int, num_local_experts: int, device: torch.device) -> HostLedger | DeviceLedger:

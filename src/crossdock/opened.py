@@ -30,7 +30,8 @@ from .padding import open_transport
 from .recompute.frames import Replay
 from .row_capacity import Calibration, Size
 from .rows import zero_tail
-from .types import DispatcherConfig, DispatcherStats, DispatchHandle
+from .statistics import Statistics
+from .types import DispatcherConfig, DispatchHandle
 
 _NOT_IN_A_CAPTURE = "stream is capturing"  # the driver's words; Triton and torch pass them on
 _key_numbers = itertools.count()
@@ -43,6 +44,7 @@ class OpenDispatcher:
     Attributes:
         accounts: what its dispatches asked for and got, and who is told of it.
         sizes: to how many rows they are sized.
+        statistics: see `TokenDispatcher.stats`.
 
     Raises:
         PeerTimeout, ContractViolation: members that did not come, or asked for something else.
@@ -60,6 +62,7 @@ class OpenDispatcher:
         self._combined: weakref.WeakKeyDictionary[DispatchHandle, list[Any]] = weakref.WeakKeyDictionary()
         self.sizes = LayerSizes(config, spec.ep_size)
         self.accounts = Accounts(config, spec, members.device)
+        self.statistics = Statistics(spec, self.session, self.transport, self.accounts)
         self._last_stream: torch.cuda.Stream | None = None
         self._last_stream_handle = 0  # of it
         self._use = _Use()
@@ -145,6 +148,7 @@ class OpenDispatcher:
         """Body of every operator: one numbered, compared call."""
         if facts.operation == "combine":
             self.touch()
+            self.accounts.note_combine(facts)
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
@@ -196,21 +200,6 @@ class OpenDispatcher:
             self.session.break_off(overflow)
             self.transport.abandon()
             self.session.raise_fault()
-
-    def stats(self) -> DispatcherStats:
-        """See `TokenDispatcher.stats`."""
-        sent, sent_rows = self.transport.bytes_sent()
-        layers = self.accounts.of_layers()
-        return DispatcherStats(
-            calls=self.session.num_calls,
-            tokens=sum(layer.tokens for layer in layers.values()),
-            rows=sum(layer.rows for layer in layers.values()),
-            host_syncs=self.transport.num_host_syncs(),
-            sent_bytes=sent,
-            sent_rows_bytes=sent_rows,
-            skipped_steps=self.accounts.num_skipped(),
-            layers=layers,
-        )
 
     # -- parts of a dispatch -----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from .backends.base import (
     Link,
     NewSize,
     Received,
+    Traffic,
     Transport,
     TransportSpec,
     Weights,
@@ -124,8 +125,8 @@ class PaddedTransport(Transport):
     def abandon(self) -> None:
         self._inner.abandon()
 
-    def bytes_sent(self) -> tuple[int, int]:
-        return self._inner.bytes_sent()
+    def sent(self) -> Traffic:
+        return self._inner.sent()
 
     def num_host_syncs(self) -> int:
         return self._inner.num_host_syncs()

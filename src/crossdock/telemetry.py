@@ -137,6 +137,13 @@ _OF_LAYER = {
     "rows": "Rows that reached the layer's experts on this rank.",
     "rows_wanted": "Rows that were asked for; those above the rows were dropped.",
     "overflows": "Dispatches of which rows were dropped.",
+    "skipped_steps": "Optimizer steps that a guard did not apply for the layer.",
+    "rows_bytes": "Bytes of rows that reached the layer's experts on this rank, a copy for every expert.",
+    "sent_rows_bytes": "Bytes of the layer's rows put on the wire to other ranks.",
+}
+_HELD_BY_LAYER = {
+    "buffer_bytes": "Bytes of the rows of the layer's last dispatch.",
+    "saved_bytes": "Bytes of rows that the layer's last combine keeps for its backward.",
 }
 
 
@@ -144,10 +151,14 @@ def _of_layer(layer: str, account: LayerStats) -> Iterator[Figure]:
     labels = {"layer": layer}
     for field, what in _OF_LAYER.items():
         yield Figure(f"layer_{field}_total", getattr(account, field), what, labels)
+    for field, what in _HELD_BY_LAYER.items():
+        yield Figure(f"layer_{field}", getattr(account, field), what, labels)
     yield Figure("layer_imbalance", account.imbalance, "The largest expert's rows over the mean.", labels)
-    if account.fill is not None:
+    yield Figure("layer_largest_demand_rows", account.largest_demand, "Rows that the fullest dispatch wanted.", labels)
+    if account.fill is not None and account.headroom is not None:
         yield Figure("layer_capacity_rows", account.capacity, "Rows of the fullest dispatch.", labels)
         yield Figure("layer_fill", account.fill, "The largest demand over its capacity.", labels)
+        yield Figure("layer_headroom", account.headroom, "The share of its capacity that was never taken up.", labels)
     for expert, rows in enumerate(account.wanted_by_expert):
         by_expert = labels | {"expert": str(expert)}
         yield Figure("layer_expert_rows_wanted_total", rows, "Rows that were asked for, by local expert.", by_expert)

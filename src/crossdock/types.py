@@ -163,16 +163,23 @@ class DispatcherConfig:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DispatcherConfig:
-        """The configuration that `as_dict` described."""
+        """The configuration that `as_dict` described.
+
+        Raises:
+            ConfigError: fields that do not exist, are missing, or have no such value.
+        """
         unknown = sorted(set(plain) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown configuration fields {unknown}; known are {[f.name for f in fields(cls)]}")
         values = dict(plain)
         if isinstance(values.get("dtype"), str):
             values["dtype"] = getattr(torch, values["dtype"], values["dtype"])
-        if isinstance(values.get("row_capacity"), Mapping):
-            values["row_capacity"] = RowCapacity(**values["row_capacity"])
-        return cls(**values)
+        try:
+            if isinstance(values.get("row_capacity"), Mapping):
+                values["row_capacity"] = RowCapacity(**values["row_capacity"])
+            return cls(**values)
+        except TypeError as error:  # a field that is missing, or one of row_capacity that does not exist
+            raise ConfigError(f"{dict(plain)} describes no configuration: {error}") from error
 
     def agreed_fields(self) -> dict[str, Any]:
         """The fields that every rank must share, as plain JSON values."""
@@ -309,6 +316,14 @@ class LayerStats:
             last.
         capacity: rows that dispatch was sized to; 0 where none has come since, -1 under `exact`, which has no capacity.
         wanted_by_expert: rows that were asked for, by local expert.
+        skipped_steps: optimizer steps that a guard did not apply because this layer lacked rows, here or on another
+            rank; without the last step of a guard that reads one step late.
+        row_bytes: of one row.
+        sent_rows_bytes: bytes of rows that this rank sent to other ranks for this layer, in every operation: a token's
+            once for each rank that wanted it.
+        buffer_bytes: of the rows of its last dispatch, padding and what no row took up included.
+        saved_bytes: of those that its last combine keeps for its backward; 0 outside of grad mode, and where the
+            experts apply the scores.
     """
 
     calls: int
@@ -319,6 +334,16 @@ class LayerStats:
     largest_demand: int
     capacity: int
     wanted_by_expert: tuple[int, ...]
+    skipped_steps: int = 0
+    row_bytes: int = 0
+    sent_rows_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the rows that reached this rank's experts, a copy for every expert, from all ranks."""
+        return self.rows * self.row_bytes
 
     @property
     def imbalance(self) -> float:

@@ -89,6 +89,16 @@ def test_persistent_bytes_are_known_before_and_bounded(ep_size: int, reduction: 
     assert rows < symmetric.SymmetricBackend.workspace_bytes(spec) <= 1.01 * rows + routing
 
 
+@pytest.mark.parametrize(("reduction", "of_ranks"), [("fast", 5), ("exact", 3)])
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 8])
+def test_persistent_bytes_of_small_batches(ep_size: int, reduction: Any, of_ranks: int):
+    """Two halves of what ranks push, in `fast` also of what they push back, beside what the general kernels need."""
+    capacity = cd.RowCapacity.worst_case()
+    spec = _spec(ep_size=ep_size, reduction=reduction, num_max_tokens_per_rank=512, row_capacity=capacity)
+    rows = (1 + of_ranks * ep_size) * 512 * 7168 * 2
+    assert rows < symmetric.SymmetricBackend.workspace_bytes(spec) <= 1.03 * rows
+
+
 def _addresses(rank: int) -> tuple[int, int, list[list[int]]]:
     with opened() as dispatcher:
         transport: Any = dispatcher._open.transport

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from crossdock.kernels import repeats, tail, tally
 from crossdock.kernels.launch import wrapped
-from crossdock.ledger import TOKENS_OF_PEAK, DeviceLedger, Entry, HostLedger
+from crossdock.ledger import CAPACITY, DEMAND, ROWS, TOKENS_OF_PEAK, WANTED, DeviceLedger, Entry, HostLedger
 from crossdock.permute import kept_within, padded_ends
 from crossdock.types import OnOverflow
 
@@ -55,7 +55,7 @@ def test_the_device_writes_what_the_host_writes(
     for layer, wanted, capacity, on_overflow in dispatches:
         made = entry(layer, wanted, max(capacity, -1) or 4, alignment, on_overflow=on_overflow)
         assert device.enter(made).tolist() == host.enter(made).tolist() == made.expert_offsets[-1:].tolist()
-    assert device.stats() == host.stats()
+    assert device.words().tolist() == host.words().tolist()
     assert device.trouble() == host.trouble()
     assert device.told() == host.told()
     assert device.overflowed.tolist() == host.overflowed.tolist()
@@ -64,9 +64,9 @@ def test_the_device_writes_what_the_host_writes(
     for layer in device.layers[:1]:
         device.forget_fill(layer)
         host.forget_fill(layer)
-        assert device.stats()[layer].capacity == 0
+        assert int(device.words()[0, CAPACITY]) == 0
     assert device.layers == host.layers
-    assert device.stats() == host.stats()
+    assert device.words().tolist() == host.words().tolist()
 
 
 def test_what_a_guard_takes():
@@ -82,8 +82,8 @@ def test_what_a_guard_takes():
 def test_the_example_of_the_kernel():
     ledger = DeviceLedger(2, 2, CPU)
     assert ledger.enter(entry("moe", [3, 2], 4, 2)).tolist() == [4]
-    account = ledger.stats()["moe"]
-    assert (account.rows_wanted, account.rows, account.largest_demand, account.capacity) == (5, 3, 6, 4)
+    (words,) = ledger.words().tolist()
+    assert (words[WANTED], words[ROWS], words[DEMAND], words[CAPACITY]) == (5, 3, 6, 4)
     assert ledger.trouble()[:4] == (1, "moe", 6, 4)
     assert ledger.overflowed.tolist() == [1.0]
 
@@ -100,8 +100,8 @@ def test_more_layers_than_a_page_has():
     ledger = DeviceLedger(1, 1, CPU)
     for number in range(130):
         ledger.enter(entry(f"layer {number}", [number], -1, 1))
-    stats = ledger.stats()
-    assert [stats[f"layer {number}"].rows for number in (0, 127, 128, 129)] == [0, 127, 128, 129]
+    assert ledger.layers == [f"layer {number}" for number in range(130)]
+    assert ledger.words()[:, ROWS].tolist() == list(range(130))
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def assert_same(actual: Sequence[Brought], expected: Sequence[Brought]) -> None:
 
 
 def sent(team: Team) -> list[int]:
-    return [rank.bytes_sent()[1] for rank in team.ranks]
+    return [int(rank.sent().rows_bytes.sum()) for rank in team.ranks]
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------

@@ -261,6 +261,22 @@ def test_a_bent_backend_is_found_out(how: str, group: str):
     assert not [result for result in run(Bent("nowhere"), workload) if result.status != "passed"]
 
 
+def test_a_backend_that_sends_copies_is_found_out():
+    class Copies(LoopbackBackend):
+        def open(self, spec: TransportSpec, link: Link) -> Transport:
+            transport = super().open(spec, link)
+            sent = transport.sent
+            transport.sent = lambda: sent()._replace(rows_bytes=sent().rows_bytes * 2)  # type: ignore[method-assign]
+            return transport
+
+    (cell,) = [cell for cell in conformance_cells(2) if cell.groups == ("traffic",)]
+    for backend, wanted in ((Copies(), "failed"), (LoopbackBackend(), "passed")):
+        for (result,) in ThreadRunner(2, backend)(run_cell, cell, backend.traits):
+            assert result.status == wanted and ("once for each rank are" in result.message) == (wanted == "failed")
+    once = dataclasses.replace(LoopbackBackend.traits, deduplicates=False)
+    assert missing_trait(cell, once) == "deduplicates: it needs True"
+
+
 @pytest.mark.parametrize("place", [0, 2], ids=["x", "ids"])  # of scores a backend gets a copy
 def test_inputs_that_are_written_to_are_found_out(place: int):
     class Writes(LoopbackBackend):

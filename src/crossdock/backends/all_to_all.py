@@ -19,7 +19,7 @@ from ..group.faults import TransportFault
 from ..group.gloo import OwnGloo, first_line
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
-from .wire import Finish, Wire, WireTransport
+from .wire import LEAST_S, CallClock, Finish, Wire, WireTransport
 
 
 class GlooWire(Wire):
@@ -27,16 +27,16 @@ class GlooWire(Wire):
 
     def __init__(self, spec: TransportSpec, link: Link) -> None:
         super().__init__(spec.rank, spec.ep_size)
-        self._timeout_s = spec.timeout_s
+        self._timeout_s, self._clock = spec.timeout_s, CallClock(spec.timeout_s)
         self._own = OwnGloo(link.members, link.store_prefix, spec.timeout_s)
 
     def swap_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        came, finish = self._start_headers(headers)
+        came, finish = self._start_headers(headers, call)
         finish()
         return headers, came
 
     def open_call(self, headers: torch.Tensor, call: Call) -> Finish:
-        came, finish = self._start_headers(headers)
+        came, finish = self._start_headers(headers, call)
 
         def compare() -> None:
             finish()
@@ -44,7 +44,8 @@ class GlooWire(Wire):
 
         return compare
 
-    def _start_headers(self, headers: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+    def _start_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, Finish]:
+        self._clock.enter(call.facts.number)
         came = torch.empty_like(headers)
         return came, self._all_to_all(came, headers, [], [])
 
@@ -54,23 +55,23 @@ class GlooWire(Wire):
         return self._all_to_all(out, rows.contiguous(), arriving, leaving)
 
     def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> Finish:
-        begun = time.monotonic()
-        with self._translated(begun):
+        until = time.monotonic() + self._clock.left_s()
+        with self._translated(until):
             work = self._own.group.alltoall_base(out, rows, arriving, leaving, dist.AllToAllOptions())
 
         def finish() -> None:
-            with self._translated(begun):
+            with self._translated(until):
                 # Gloo waits for one peer after the other, each time for up to its limit: the sum is bounded here.
-                work.wait(timedelta(seconds=self._timeout_s))
+                work.wait(timedelta(seconds=max(until - time.monotonic(), LEAST_S)))
 
         return finish
 
     @contextmanager
-    def _translated(self, begun: float) -> Iterator[None]:
+    def _translated(self, until: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            expired = time.monotonic() - begun >= self._timeout_s
+            expired = time.monotonic() >= until
             late = f"an exchange did not finish within {self._timeout_s:g} s"
             raise TransportFault(late if expired else first_line(error), expired=expired) from error
 

@@ -54,7 +54,7 @@ class BackendTraits:
         ragged_counts: whether ranks may bring different token counts; where not, the dispatcher pads.
         ordered_rows: whether rows come in the contract's order; otherwise they are compared as a multiset.
         duplicate_experts: whether a token may name an expert twice.
-        deduplicates: whether a token crosses the wire once per rank that wants it.
+        deduplicates: whether a token crosses the wire once per rank that wants it, as `Transport.sent` counts.
         max_top_k: the most slots of a token; None is no limit.
         hidden_multiple: `hidden_dim` must be a multiple of this.
         multi_node: whether the group may span hosts.
@@ -143,6 +143,20 @@ class Call(NamedTuple):
     facts: CallFacts
     words: tuple[int, ...]
     verify: Callable[[Sequence[Sequence[int]]], None]
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank has put on the wire to other ranks.
+
+    Attributes:
+        layers: those that have moved rows, by name.
+        rows_bytes: `[len(layers)]` int64, where they are counted: those of each layer's rows.
+        other_bytes: headers, routing and scalars, of all layers.
+    """
+
+    layers: Sequence[str]
+    rows_bytes: torch.Tensor
+    other_bytes: int
 
 
 class Demand(NamedTuple):
@@ -295,9 +309,9 @@ class Transport(ABC):
     def abandon(self) -> None:
         """Wake the peers that wait for this rank, if that is possible: it has given up, and they were told why."""
 
-    def bytes_sent(self) -> tuple[int, int]:
-        """Bytes put on the wire so far: all of them, and those of rows."""
-        return 0, 0
+    def sent(self) -> Traffic:
+        """What has been put on the wire to other ranks so far; does not wait."""
+        return Traffic((), torch.zeros(0, dtype=torch.int64, device="cpu"), 0)
 
     def num_host_syncs(self) -> int:
         """How often this transport waited for a number on the host."""
@@ -328,6 +342,10 @@ class Backend(ABC):
     def describe(self, spec: TransportSpec, device: torch.device | None) -> str:
         """In words, how it shares out the work of such a dispatcher, which `explain` prints; empty: nothing to tell."""
         return ""
+
+    def workspace_bytes(self, spec: TransportSpec) -> int | None:
+        """Bytes of `Transport.workspace_bytes` that opening with this spec would take; None: none known beforehand."""
+        return None
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         """Why it cannot serve this shape on this group, in one sentence; None if it can."""

@@ -11,6 +11,7 @@ this rank last ("table order"), so that one slice of the table is what the wire 
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -22,9 +23,11 @@ from ..inputs import refuse_bad_ids
 from ..permute import take_or_zero
 from ..row_memory import RowMemory
 from ..rows import gather_gradient, gather_rows, poisoned, reduce_rows
-from .base import Call, Demand, Layout, NewSize, Received, Transport, TransportSpec, Weights
+from .base import Call, Demand, Layout, NewSize, Received, Traffic, Transport, TransportSpec, Weights
 from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
+_LATE_ROWS_S = 2.0
+LEAST_S = 0.01
 Finish = Callable[[], None]  # waits until a started swap has filled its output
 _HIGH = 1 << 32  # two counts in one word of a header
 
@@ -39,6 +42,27 @@ def _told(sent: int, arrived: int, slots_sent: int, slots_arrived: int) -> tuple
     What it tells of itself is the same the other way round.
     """
     return sent + slots_sent * _HIGH, arrived + slots_arrived * _HIGH
+
+
+class CallClock:
+    """Bounds the exchanges of one call together, which come one after the other: a rank may stop between two of them.
+
+    The first has all of `timeout_s`. Later ones have what is left of it, and a little more, for the rows of a rank that
+    came at the last moment.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._number, self._until = timeout_s, -2, 0.0
+
+    def enter(self, number: int) -> None:
+        """The exchanges of this call begin, unless they have."""
+        if number != self._number:
+            self._number, self._until = number, time.monotonic() + self._timeout_s
+
+    def left_s(self) -> float:
+        """Seconds that the next exchange may take."""
+        left = self._until + _LATE_ROWS_S - time.monotonic()
+        return max(min(left, self._timeout_s), LEAST_S)
 
 
 class Wire(ABC):
@@ -88,7 +112,8 @@ class WireTransport(Transport):
         self._memory = RowMemory()
         self._may_drop = spec.row_capacity.kind != "exact"
         self._has_empty_rows = spec.expert_alignment > 1 or self._may_drop  # of padding, and behind the last expert's
-        self._sent_bytes = self._sent_rows_bytes = self._host_syncs = 0
+        self._layer, self._sent_rows_bytes = "", dict[str, int]()  # of the operation that is under way; by layer
+        self._sent_other_bytes = self._host_syncs = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
 
@@ -208,8 +233,9 @@ class WireTransport(Transport):
     def abandon(self) -> None:
         self.wire.abandon()
 
-    def bytes_sent(self) -> tuple[int, int]:
-        return self._sent_bytes, self._sent_rows_bytes
+    def sent(self) -> Traffic:
+        counts = torch.tensor(list(self._sent_rows_bytes.values()), dtype=torch.int64, device="cpu")
+        return Traffic(tuple(self._sent_rows_bytes), counts, self._sent_other_bytes)
 
     def num_host_syncs(self) -> int:
         return self._host_syncs
@@ -224,7 +250,8 @@ class WireTransport(Transport):
         """`[ep_size, W]` int64: the fingerprint, two words for each rank, then zeros for what dispatch has to tell."""
         zeros = [0] * self.spec.num_local_experts
         words = [[*call.words, *pair, *zeros] for pair in of_ranks or [(0, 0)] * self.spec.ep_size]
-        self._sent_bytes += (self.spec.ep_size - 1) * len(words[0]) * torch.int64.itemsize
+        self._layer = call.facts.layer
+        self._sent_other_bytes += (self.spec.ep_size - 1) * len(words[0]) * torch.int64.itemsize
         on_host = torch.tensor(words, device="cpu", pin_memory=self.device.type == "cuda")
         return on_host.to(self.device, non_blocking=True)
 
@@ -369,8 +396,10 @@ class WireTransport(Transport):
         self, table: torch.Tensor, away: torch.Tensor, arriving: list[int], leaving: list[int], rows: bool
     ) -> Finish:
         num_bytes = away.numel() * away.element_size()
-        self._sent_bytes += num_bytes
-        self._sent_rows_bytes += num_bytes if rows else 0
+        if rows:
+            self._sent_rows_bytes[self._layer] = self._sent_rows_bytes.get(self._layer, 0) + num_bytes
+        else:
+            self._sent_other_bytes += num_bytes
         arriving, leaving = [*arriving], [*leaving]
         arriving[self.spec.rank] = leaving[self.spec.rank] = 0
         return self.wire.start(table[: sum(arriving)], away, arriving, leaving)

@@ -30,8 +30,9 @@ from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import SmallGroups, launch_dispatch_small
 from ...kernels.weigh import Weighed, launch_weigh_rows
 from ...memory.workspace import Workspace, most_bytes
+from ...pages import LayerPages
 from ...rows import new_rows
-from ..base import Call, Demand, Layout, Link, NewSize, Received, Transport, TransportSpec, Weights
+from ..base import Call, Demand, Layout, Link, NewSize, Received, Traffic, Transport, TransportSpec, Weights
 from .buffers import buffers_of, inbox_buffers, refuse_too_large
 from .plan import Plan
 from .rounds import Rounds
@@ -73,7 +74,7 @@ class SymmetricTransport(Transport):
         self._staging = Staging(self.workspace.own["staging"], self.workspace.table["staging"], self.plan.chunk_len)
         self._slips = Slips(self.workspace.own["slips"], self.workspace.table["slips"])
         self._host_syncs = 0
-        self._sent_rows = torch.zeros(1, dtype=torch.int64, device=device)  # counted on the device
+        self._sent_rows = LayerPages(1, device)
         self._sent_other_bytes = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
@@ -87,10 +88,10 @@ class SymmetricTransport(Transport):
         self._count_other(expert_ids.numel() * (4 + 4))
         inbox = self._small_inbox
         if inbox is not None and num_rows is not None:
-            return self._dispatch_small(opening, inbox, x, scores, expert_ids, num_rows, self._bound(call))
+            return self._dispatch_small(opening, inbox, x, scores, expert_ids, num_rows, call)
         with self.rounds.waiting():
             tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
-            routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_rows)
+            routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_by(call))
             home_of_slot, num_sent = launch_publish_routing(board, opening, routing)
             moves = self._moves(x, home_of_slot)
             if not board.fused:
@@ -105,7 +106,7 @@ class SymmetricTransport(Transport):
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
         self._count_other(0)
         moves, rows = self._moves(x if x.stride(1) == 1 else x.contiguous(), there.home_of_slot), self._rows_of(there)
-        sent = (there.num_sent, self._sent_rows)
+        sent = (there.num_sent, self._sent_by(call))
         with self.rounds.waiting():
             launch_move_rows(self.rounds.board, opening, moves, there.row_of_slot, there.padding, rows, *sent)
         return rows
@@ -125,7 +126,7 @@ class SymmetricTransport(Transport):
         with self.rounds.waiting():
             grad_row_scores = launch_weigh_rows(
                 self.rounds.board, opening, moves, weighed, weigh, there.row_of_slot, there.padding, there.num_sent,
-                self._sent_rows,
+                self._sent_by(call),
             )  # fmt: skip
         return weighed.out, self.scalars_home(grad_row_scores, layout, None)
 
@@ -133,8 +134,9 @@ class SymmetricTransport(Transport):
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
         self._count_other(0)
         if self.spec.reduction == "fast":
-            return self._combine_fast(opening, rows, None if weights is None else weights.of_rows, there, None)
-        routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
+            of_rows = None if weights is None else weights.of_rows
+            return self._combine_fast(opening, rows, of_rows, self._routes(there, call), None)
+        routes = self._routes(there, call)
         out, board = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board
         give, take = self.plan.give, self.plan.take
         by_slot = None if weights is None else weights.of_slots
@@ -163,7 +165,7 @@ class SymmetricTransport(Transport):
         self._count_other(there.home_of_slot.numel() * 4)
         grad_scores = torch.empty(there.home_of_slot.shape, dtype=torch.float32, device=self.device)
         scalars = Scalars(grad_row_scores, grad_scores, self._slips)
-        return self._combine_fast(opening, grad_rows, None, there, scalars), grad_scores
+        return self._combine_fast(opening, grad_rows, None, self._routes(there, call), scalars), grad_scores
 
     def fake_layout(
         self, num_tokens: int | torch.SymInt, num_rows: int | torch.SymInt, like: torch.Tensor, new_size: NewSize
@@ -214,10 +216,11 @@ class SymmetricTransport(Transport):
     def abandon(self) -> None:
         self.rounds.leave()
 
-    def bytes_sent(self) -> tuple[int, int]:
+    def sent(self) -> Traffic:
         """Rows are those that other ranks get; headers, routing and scalars count as if every other rank got all."""
-        rows = int(self._sent_rows) * self.spec.hidden_dim * self.spec.dtype.itemsize
-        return rows + self._sent_other_bytes, rows
+        rows = self._sent_rows.words().flatten()
+        row_bytes = self.spec.hidden_dim * self.spec.dtype.itemsize
+        return Traffic(self._sent_rows.layers, rows * row_bytes, self._sent_other_bytes)
 
     def num_host_syncs(self) -> int:
         return self._host_syncs
@@ -253,12 +256,12 @@ class SymmetricTransport(Transport):
         scores: torch.Tensor,
         expert_ids: torch.Tensor,
         num_rows: int,
-        bound: int,
+        call: Call,
     ) -> Received:
         rows, spec = new_rows(num_rows, inbox.rows[0, 0]), self.spec
         with self.rounds.waiting():
             groups, both_scores = launch_dispatch_small(
-                self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_rows, bound,
+                self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_by(call), self._bound(call),
                 spec.expert_alignment, spec.num_experts, rows,
             )  # fmt: skip
         return _received(rows, both_scores, groups, groups.home_of_slot, groups.num_sent)
@@ -268,18 +271,24 @@ class SymmetricTransport(Transport):
         opening: Opening,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
-        there: SymmetricLayout,
+        routes: Routes,
         scalars: Scalars | None,
     ) -> torch.Tensor:
         """Rows `[R, D]`, with weights by row or None, added up at home, `[T, D]`; scalars ride along."""
-        routes = Routes(there.row_of_slot, there.home_of_slot, self._sent_rows)
-        out, board, plan = new_rows(there.home_of_slot.shape[0], rows), self.rounds.board, self.plan
+        out, board, plan = new_rows(routes.home_of_slot.shape[0], rows), self.rounds.board, self.plan
         with self.rounds.waiting():
             if (inbox := self._small_inbox) is not None:
                 launch_combine_small(board, opening, inbox, rows, weights, *routes, out, scalars)
             else:
                 launch_combine(board, opening, self._staging, routes, rows, weights, out, plan.give, plan.take, scalars)
         return out
+
+    def _routes(self, there: SymmetricLayout, call: Call) -> Routes:
+        return Routes(there.row_of_slot, there.home_of_slot, self._sent_by(call))
+
+    def _sent_by(self, call: Call) -> torch.Tensor:
+        """`[1]` int64: where the rows are counted that a call's layer sends to other ranks."""
+        return self._sent_rows.row(call.facts.layer)[1]
 
     def _bound(self, call: Call) -> int:
         """S: what this rank knows of every rank's T without asking."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import ahead, calls, capacity, compiled, gradients, groups, numerics, recompute, sharing
+from . import ahead, calls, capacity, compiled, gradients, groups, numerics, recompute, sharing, traffic
 
 SCENARIOS = (
     *numerics.SCENARIOS,
@@ -13,6 +13,7 @@ SCENARIOS = (
     *gradients.SCENARIOS,
     *recompute.SCENARIOS,
     *capacity.SCENARIOS,
+    *traffic.SCENARIOS,
     *compiled.SCENARIOS,
 )
 

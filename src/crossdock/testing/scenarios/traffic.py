@@ -1,0 +1,41 @@
+"""What crosses the wire, as the backend counts it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..problems import Problem
+from ..scenario import Scenario
+from ..seats import Seat
+from ..solving import send
+
+
+def once_a_rank(seat: Seat) -> None:
+    """A token that several experts of a rank want is sent there once; a backend that counts nothing is not tried."""
+    problem = seat.problem("K above local experts")
+    with seat.open(problem.config) as dispatcher, torch.no_grad():
+        send(dispatcher, problem, seat.rank, seat.device)
+        stats = dispatcher.stats()
+    wanted = _rows_away(problem, seat.rank) * problem.config.hidden_dim * problem.config.dtype.itemsize
+    assert stats.sent_rows_bytes == wanted or not stats.sent_bytes, (
+        f"{stats.sent_rows_bytes} bytes of rows were sent, and once for each rank are {wanted}"
+    )
+    of_layer = stats.layers[""].sent_rows_bytes
+    assert of_layer == stats.sent_rows_bytes, f"the only layer has sent {of_layer} of {stats.sent_rows_bytes} bytes"
+
+
+def _rows_away(problem: Problem, rank: int) -> int:
+    """Rows that a rank's tokens send to other ranks: one for every pair of a token and a rank that it names."""
+    ids = problem.topk_expert_ids[rank]
+    homes = torch.where(ids >= 0, ids // problem.num_local_experts, rank)
+    return sum(len({*named} - {rank}) for named in homes.tolist())
+
+
+SCENARIOS = (
+    Scenario(
+        "traffic",
+        "a token crosses the wire once for each rank that wants it",
+        once_a_rank,
+        needs=(("deduplicates", True),),
+    ),
+)
