@@ -25,7 +25,8 @@ class Candidate:
     """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere.
 
     `how` says in words how it would share the work out here; empty where it has nothing to tell. Where it can serve,
-    `by_name_only` says that "auto" never takes it here.
+    `by_name_only` says that "auto" never takes it here, and `workspace_bytes` what `TokenDispatcher.workspace_bytes`
+    would be: None of a backend that keeps no storage, or cannot tell before it is opened.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Candidate:
     traits: BackendTraits
     how: str = ""
     by_name_only: bool = False
+    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,22 @@ class Explanation:
             return f"cannot serve: {candidate.why_not}"
         word = "chosen" if candidate.name == self.chosen else "usable"
         word += " by name only" if candidate.by_name_only else ""
-        return f"{word}: {candidate.how}" if candidate.how else word
+        told = [candidate.how] if candidate.how else []
+        if candidate.workspace_bytes is not None:
+            told.append(f"{in_units(candidate.workspace_bytes)} of storage a rank")
+        return f"{word}: {'; '.join(told)}" if told else word
+
+
+def in_units(num_bytes: int) -> str:
+    """A number of bytes in the largest unit of which there is one.
+
+    >>> [in_units(size) for size in (0, 900, 5000, 49 * 2**20, 5 * 10**9)]
+    ['0 bytes', '900 bytes', '4.9 KiB', '49.0 MiB', '4.7 GiB']
+    """
+    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**exponent:
+            return f"{num_bytes / 2**exponent:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def explain(config: DispatcherConfig, group: Any = None, *, device: torch.device | str | None = None) -> Explanation:
@@ -183,15 +200,23 @@ def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, kn
     def described(candidate: Candidate) -> Candidate:
         if candidate.why_not is not None:
             return candidate
-        candidate = replace(candidate, by_name_only=candidate.name not in usable)
+        candidate, backend = replace(candidate, by_name_only=candidate.name not in usable), known[candidate.name]
         try:
-            return replace(candidate, how=known[candidate.name].describe(spec, members.device))
+            how, num_bytes = backend.describe(spec, members.device), backend.workspace_bytes(_as_opened(spec, backend))
         except _MISHAPS as error:
             return replace(candidate, how=f"it failed when it was asked how: {error!r}")
+        return replace(candidate, how=how, workspace_bytes=num_bytes)
 
     candidates = _candidates(config, spec, members, known)
     usable = _usable(candidates, members, known)
     return Explanation(usable[0] if usable else None, tuple(map(described, candidates)))
+
+
+def _as_opened(spec: TransportSpec, backend: Backend) -> TransportSpec:
+    """What it is opened with, whose token counts the dispatcher pads."""
+    alignment = backend.traits.token_alignment
+    most = -(-spec.num_max_tokens_per_rank // alignment) * alignment
+    return replace(spec, num_max_tokens_per_rank=most)
 
 
 def _candidates(

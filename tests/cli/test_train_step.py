@@ -12,7 +12,8 @@ from crossdock import RowCapacity
 from crossdock.bench.timing import Spread
 from crossdock.bench.train_step import StepRun, cases_of, run_case
 from crossdock.bench.train_step_model import SIZES
-from crossdock.cli.bench.train_step import Measured, Pair
+from crossdock.cli.bench.plan import Place
+from crossdock.cli.bench.train_step import Measured, Pair, _table
 from tests.cli.commands import crossdock, typed
 from tests.conftest import Ranks
 
@@ -26,6 +27,12 @@ def test_both_routings_with_a_record(tmp_path: Path):
     assert done.exit_code == 0, done.output
     assert done.stdout.count("losses of all steps: the same bits") == 2
     assert "host reads of counts a step" in done.stdout
+    # Gloo takes its sizes from the host, which the table must not hide.
+    assert (
+        " ".join(done.stdout.split()).count("takes its sizes from the host here: with fixed rows it reads counts") == 2
+    )
+    assert "sync-free" not in done.stdout
+    assert "--factor" not in done.stderr
     assert done.stderr.startswith("train-step: 1 of 8: dynamic routing, row_capacity exact()\n")
     written = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "sizes", "seconds"} <= written.keys()
@@ -38,6 +45,31 @@ def test_both_routings_with_a_record(tmp_path: Path):
             assert len(way["runs"]) == 2 and way["step_ms"] > 0 and way["dispatch_host_us"] > 0
             assert all(len(run["losses"]) == 2 * (3 + 2) for run in way["runs"])
             assert way["device_idle_pct"] is None
+
+
+def test_a_factor_is_not_for_static_routing():
+    said = "crossdock bench train-step: --factor 7 does not apply to static routing, whose number of rows is known"
+    for routings, lines in ((["dynamic"], 0), (["dynamic", "static"], 1)):
+        asked = [word for routing in routings for word in ("--routing", routing)]
+        done = crossdock("bench", "train-step", *QUICK, "--runs", "1", *asked, "--factor", "7")
+        assert done.exit_code == 0, done.output
+        assert done.stderr.count(said) == lines
+        assert "calibrated(7.0)" in done.stdout
+
+
+def test_a_table_tells_what_still_waits():
+    sizes, place = dataclasses.replace(SIZES_HERE, dtype="float32"), Place("cuda", 2, False)
+    run = StepRun(
+        step_ms=Spread(4.0, 3.0, 5.0), tokens_per_s=1.0, dispatch_host_us=Spread(9.0, 8.0, 10.0),
+        host_reads_per_step=0.0, device_busy_ms=3.0, rows_per_layer=8, bytes_per_layer=64, losses=(1, 2),
+    )  # fmt: skip
+    pair = Pair(*(Measured(case, (run,)) for case in cases_of(sizes, "dynamic", "symmetric", 1.5, 2)))
+    free, waits = (_table(sizes, place, pair, experts_wait=waits) for waits in (False, True))
+    assert (free.columns[2].header, free.caption) == ("sync-free", "losses of all steps: the same bits")
+    assert waits.columns[2].header == "fixed rows"
+    assert str(waits.caption).endswith(
+        "\nexperts of float32 in these widths read counts on the host here: both columns wait"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

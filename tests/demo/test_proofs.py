@@ -14,6 +14,7 @@ from torch import Tensor
 
 from crossdock import LayerView
 from crossdock.cli.demo import checkpoint, train
+from crossdock.cli.demo import prove_sync_free as sync_free
 from crossdock.cli.demo.claims import Claim
 from crossdock.cli.demo.prove_ragged import prove_ragged
 from crossdock.cli.demo.prove_sharded import prove_sharded
@@ -86,7 +87,7 @@ def claims_of_training(rank: int, job: Job) -> list[Claim]:
         (prove_split, 2, "expert", "on rank 0: layer 0 "),
         (prove_ragged, 2, "bound", "on rank 0: counts [8, 3]: "),
         (prove_sharded, 4, "bound", " of step "),
-        (prove_sync_free, 2, "capacity", "on rank 0: sync-free "),
+        (prove_sync_free, 2, "capacity", "on rank 0: with a capacity: "),
         (claims_of_training, 2, "file", "on rank 0: weights head.weight: 1 of 8192 elements differ"),
     ],
 )
@@ -129,6 +130,20 @@ def test_training_without_waits_goes_through_an_overflow(ranks: Ranks, tmp_path:
     assert reads.holds and overflow.holds, (reads, overflow)
     assert told in reads.result
     assert ("Gloo takes sizes" in reads.how) == (backend == "all_to_all")
-    assert ("nothing offers it" in reads.how) == (backend == "local")
+    assert reads.claim.startswith("training with a row capacity" if backend == "all_to_all" else "no step waits for")
+    assert ("for nothing offers it on cpu" in reads.how) == (backend == "local")
     assert overflow.result.startswith("skipped: step 4; room for ")
     assert [(line.dispatches, line.overflows, line.dropped > 0) for line in reads.layers] == [(8, 1, True)] * 2
+
+
+def proved_beside_an_old_gpu(rank: int, job: Job) -> list[Claim]:
+    with mock.patch.object(sync_free, "_experts_wait", lambda sizes, device: True):
+        return prove_sync_free(rank, job)
+
+
+def test_a_gpu_whose_experts_wait_leaves_the_proof_to_the_cpu(ranks: Ranks, tmp_path: Path):
+    job = dataclasses.replace(job_in(tmp_path), backend="all_to_all")
+    assert not sync_free._experts_wait(SMALL, torch.device("cpu"))  # where waiting costs nothing
+    reads, overflow = ranks(2).run(proved_beside_an_old_gpu, job)[0]
+    assert reads.holds and overflow.holds, (reads, overflow)
+    assert "on the CPU, for experts read their counts on the host on cpu" in reads.how

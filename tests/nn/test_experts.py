@@ -245,6 +245,7 @@ def test_compiles_in_one_piece_with_the_same_bits(dtype: torch.dtype, widths: tu
         assert_bit_equal(traced, eager)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.14's own
 @every_dtype
 @every_width
 def test_ops_keep_their_schemas_and_fakes(dtype: torch.dtype, widths: tuple[int, int]) -> None:
@@ -282,6 +283,10 @@ def test_counts_are_read_on_the_host_of_a_cpu() -> None:
 
 
 def test_refusals() -> None:
+    for seed in (-1, 1 << 43):
+        with pytest.raises(ConfigError, match=rf"seed must lie in 0\.\.8796093022207, got {seed}"):
+            GroupedExperts(4, 8, 8, seed=seed)
+    GroupedExperts(1, 8, 8, seed=(1 << 43) - 1, first_expert_id=(1 << 20) - 1)
     with pytest.raises(ConfigError, match="ffn_dim must be a positive integer, got 0"):
         GroupedExperts(2, 8, 0)
     experts = GroupedExperts(2, 8, 6)

@@ -1,14 +1,18 @@
-"""Grouped experts on a GPU: no host synchronisation, tails of NaN, empty experts, and capture in a graph."""
+"""Experts on a GPU: no host synchronisation, and who waits is refused; tails of NaN, empty experts, CUDA graphs."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from crossdock.nn import GroupedExperts
+import crossdock as cd
+from crossdock.nn import GroupedExperts, MoE
+from crossdock.routing import softmax_topk
 from crossdock.testing import assert_bit_equal
 from tests.gpus import host_sync_is_an_error
 
@@ -95,6 +99,34 @@ def test_bfloat16_on_a_new_enough_gpu_never_reads_the_counts() -> None:
 def test_float32_says_that_it_reads_the_counts() -> None:
     assert GroupedExperts(2, 256, 192, device="cuda").reads_counts_on_host
     assert GroupedExperts(2, 17, 5, dtype=torch.bfloat16, device="cuda").reads_counts_on_host
+
+
+def moe_over(dispatcher: cd.TokenDispatcher, **of_experts: Any) -> MoE:
+    experts = GroupedExperts(8, 256, 192, seed=5, **of_experts)
+    router = nn.Linear(256, 8, device="cuda")
+    return MoE(dispatcher.layer("moe"), router, experts, routing=partial(softmax_topk, top_k=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_of_fixed_capacity_takes_no_experts_that_wait(dtype: torch.dtype) -> None:
+    config = cd.DispatcherConfig(
+        num_experts=8, top_k=2, hidden_dim=256, dtype=dtype, num_max_tokens_per_rank=32,
+        row_capacity=cd.RowCapacity.worst_case(),
+    )  # fmt: skip
+    x = torch.randn(32, 256, dtype=dtype, device="cuda")
+    with cd.TokenDispatcher(config, backend="local", device="cuda") as dispatcher, torch.no_grad():
+        if GroupedExperts(1, 256, 192, dtype=dtype, device="cuda").reads_counts_on_host:
+            with pytest.raises(cd.ConfigError, match="would wait for its counts in every call"):
+                moe_over(dispatcher, dtype=dtype, device="cuda")
+            made_on_a_cpu = moe_over(dispatcher, dtype=dtype).cuda()
+            with pytest.raises(cd.ConfigError, match="would wait for its counts in every call"):
+                made_on_a_cpu(x)
+            return
+        for cast_later in (moe_over(dispatcher, device="cuda"), moe_over(dispatcher)):
+            moe = cast_later.to("cuda", dtype)
+            moe(x)  # compiles, and admits the experts
+            with host_sync_is_an_error():
+                moe(x)
 
 
 def test_capture_in_a_graph_and_replay_with_other_counts() -> None:

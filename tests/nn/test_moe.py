@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import crossdock as cd
 from crossdock import routing
 from crossdock.nn import GroupedExperts, MoE, MoEResult
+from crossdock.nn import moe as moe_module
 from crossdock.routing import Routing
 from crossdock.testing import assert_bit_equal, assert_within_baseline
 from tests.conftest import Ranks
@@ -278,6 +279,116 @@ def test_parts_of_other_sizes_are_refused_when_they_are_put_together(sentence: s
         for layer in (dispatcher, dispatcher.layer("moe")):
             with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
                 MoE(layer, router, experts, routing=functools.partial(routing.softmax_topk, top_k=TOP_K))
+
+
+# -- experts that wait for counts --------------------------------------------------------------------------------------
+
+SOME_CAPACITIES = (cd.RowCapacity.worst_case(), cd.RowCapacity.calibrated(), cd.RowCapacity.rows(256))
+WAITING = "would wait for its counts in every call, which row_capacity {} is there to avoid: change dtype or widths"
+
+
+class Slow(nn.Module):
+    """Experts of somebody else, without weights, that say of themselves whether they read counts on the host."""
+
+    def __init__(self, reads_counts_on_host: object) -> None:
+        super().__init__()
+        self.reads_counts_on_host = reads_counts_on_host
+
+    def forward(self, rows: Tensor, expert_offsets: Tensor, scores: Tensor | None) -> Tensor:
+        return rows
+
+
+@pytest.fixture
+def cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is treated as GPUs are; `GroupedExperts` reads its counts there in every dtype."""
+    monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+
+
+@pytest.mark.parametrize("capacity", ["exact", "worst_case", "balanced", "calibrated", "rows"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "meta"])
+def test_only_reading_on_a_gpu_under_a_fixed_capacity_waits(device_type: str, capacity: str) -> None:
+    waits = device_type == "cuda" and capacity != "exact"
+    assert moe_module.waits_for_counts(device_type, capacity, True) == waits
+    assert not moe_module.waits_for_counts(device_type, capacity, False)
+
+
+@pytest.mark.parametrize("capacity", SOME_CAPACITIES, ids=str)
+def test_experts_that_wait_are_refused_when_they_are_put_in(capacity: cd.RowCapacity, cpu_is_waited_for: None) -> None:
+    with cd.TokenDispatcher(config(row_capacity=capacity), backend="local") as dispatcher:
+        with pytest.raises(cd.ConfigError, match=re.escape(WAITING.format(capacity))) as refused:
+            make_moe(dispatcher)
+        assert str(refused.value).startswith("GroupedExperts (torch.float32) on cpu ")
+    with cd.TokenDispatcher(config(), backend="local") as dispatcher:
+        make_moe(dispatcher)(random(5, HIDDEN_DIM, seed=12))  # under exact() the dispatch waits anyway
+
+
+def test_experts_that_are_moved_later_are_refused_in_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model is that is made on the CPU: here the CPU becomes a device that is waited for in between."""
+    x = random(5, HIDDEN_DIM, seed=13)
+    with cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as dispatcher:
+        moe = make_moe(dispatcher)
+        before = moe(x)
+        monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+        calls = dispatcher.stats().calls
+        with pytest.raises(cd.ConfigError, match=re.escape(WAITING.format("worst_case(1.0)"))):
+            moe(x)
+        assert dispatcher.stats().calls == calls  # it is refused before its peers are asked
+        with monkeypatch.context() as patched:
+            patched.setattr(GroupedExperts, "reads_counts_on_host", False)  # as on a GPU in another dtype
+            assert_bit_equal(moe(x), before)
+        assert_bit_equal(moe(x), before)  # admitted once, and not asked again
+
+
+def test_a_compiler_refuses_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(5, HIDDEN_DIM, seed=14)
+    with cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as dispatcher:
+        moe = make_moe(dispatcher)
+        eager = moe(x)
+        monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+        torch._dynamo.reset()
+        compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+        assert_bit_equal(compiled(x), eager)
+        with pytest.raises(cd.ConfigError, match="would wait for its counts"):
+            moe(x)
+
+
+def test_experts_are_judged_in_the_dtype_in_which_they_run(cpu_is_waited_for: None) -> None:
+    """Weights that are yet to be cast, as by `to` or by a trainer that keeps float32 beside, are left alone."""
+    bfloat16 = config(torch.bfloat16, row_capacity=cd.RowCapacity.worst_case())
+    with cd.TokenDispatcher(bfloat16, backend="local") as dispatcher:
+        experts = GroupedExperts(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM)  # float32
+        router = nn.Linear(HIDDEN_DIM, NUM_EXPERTS)
+        moe = MoE(dispatcher, router, experts, routing=functools.partial(routing.softmax_topk, top_k=TOP_K))
+        moe.to(torch.bfloat16)
+        with pytest.raises(cd.ConfigError, match=r"GroupedExperts \(torch.bfloat16\) on cpu would wait"):
+            moe(random(5, HIDDEN_DIM, dtype=torch.bfloat16, seed=15))
+
+
+@pytest.mark.parametrize("says", [True, False, None, "perhaps"])
+def test_what_experts_of_others_say_counts(says: object, cpu_is_waited_for: None) -> None:
+    x, experts = random(5, HIDDEN_DIM, seed=16), Slow(says)
+    with cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as dispatcher:
+        router = nn.Linear(HIDDEN_DIM, NUM_EXPERTS)
+        # Without weights nobody knows where they run, until they do.
+        moe = MoE(dispatcher, router, experts, routing=functools.partial(routing.softmax_topk, top_k=TOP_K))
+        if says is not True:
+            assert moe(x).shape == x.shape
+            return
+        with pytest.raises(cd.ConfigError, match=r"Slow \(torch.float32\) on cpu would wait for its counts"):
+            moe(x)
+
+
+def test_another_layer_asks_again(cpu_is_waited_for: None) -> None:
+    x = random(5, HIDDEN_DIM, seed=17)
+    with (
+        cd.TokenDispatcher(config(), backend="local") as waiting,
+        cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as free,
+    ):
+        moe = make_moe(waiting)
+        moe(x)
+        moe.layer = free.layer("moe")
+        with pytest.raises(cd.ConfigError, match="would wait for its counts"):
+            moe(x)
 
 
 def balanced_by_bias(rank: int, num_steps: int) -> tuple[list[int], list[int]]:

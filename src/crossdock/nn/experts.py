@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidInput
+from ..errors import ConfigError, InvalidInput
 from ..types import check_positive_int
 from .grouped import grouped_product, reads_counts_on_host, silu_by_expert
+
+_EXPERT_BITS = 20  # of a seed for one expert: below them stands its global id
+_SEEDS = 1 << (63 - _EXPERT_BITS)
 
 
 class GroupedExperts(nn.Module):
@@ -36,7 +39,7 @@ class GroupedExperts(nn.Module):
         first_expert_id: global id of this rank's first expert, `ep_rank * num_local_experts`.
 
     Raises:
-        ConfigError: a size that is not a positive integer.
+        ConfigError: a size that is not a positive integer, a seed that is negative or 2**43 or more.
     """
 
     def __init__(
@@ -62,11 +65,17 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None, first_expert_id: int = 0) -> None:
-        """Draw all weights uniformly from +-1 / sqrt(fan in), as `nn.Linear` does; arguments as for the class."""
+        """Draw all weights uniformly from +-1 / sqrt(fan in), as `nn.Linear` does; arguments as for the class.
+
+        Raises:
+            ConfigError: a seed that is negative, or too large to be shifted.
+        """
+        if seed is not None and not 0 <= seed < _SEEDS:
+            raise ConfigError(f"seed must lie in 0..{_SEEDS - 1}, got {seed}")
         for expert in range(self.num_local_experts):
             # Drawn on the CPU in float32, so that an expert starts with the same numbers on every device.
             # The shift keeps the experts of layers with neighbouring seeds apart.
-            expert_seed = None if seed is None else (seed << 20) + first_expert_id + expert
+            expert_seed = None if seed is None else (seed << _EXPERT_BITS) + first_expert_id + expert
             generator = None if expert_seed is None else torch.Generator().manual_seed(expert_seed)
             for weights in (self.gate_proj, self.up_proj, self.down_proj):
                 if not weights.is_meta:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from .. import TokenDispatcher
 from ..errors import ConfigError, InvalidInput
 from ..routing import Routing
-from ..types import DispatchLayer
+from ..types import DispatcherConfig, DispatchLayer
 from .experts import GroupedExperts
 
 ScorePlacement = Literal["after", "inside"]
+
+# Types of devices that a host has to wait for before it can read a number.
+_WAITED_FOR = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +48,11 @@ class MoE(nn.Module):
         )
         y = moe(x)
 
-    The layer keeps no state between calls, reads nothing on the host, and compiles with `fullgraph=True`.
+    The layer keeps no state between calls and compiles with `fullgraph=True`. Under `RowCapacity.exact()` dispatch
+    waits for its counts. Under the other kinds a call on a GPU waits for nothing (but to calibrate) unless its experts
+    do, and those that say so are refused: whose attribute `reads_counts_on_host` is True, as that of `GroupedExperts`
+    is in some dtypes and widths. They are refused when the layer is made if their weights are on a GPU by then, in the
+    dispatcher's dtype, else in the first eager call that finds them so; never while a compiler traces.
 
     Args:
         layer: dispatches and combines; not a module, so it is no part of the state dict.
@@ -59,7 +66,7 @@ class MoE(nn.Module):
 
     Raises:
         ConfigError: a `score_placement` that does not exist; a router, or `GroupedExperts`, of other sizes than those
-            of the layer's dispatcher.
+            of the layer's dispatcher; experts that would wait for counts, see above.
     """
 
     def __init__(
@@ -82,6 +89,8 @@ class MoE(nn.Module):
         self.routing = routing
         self.score_placement = score_placement
         self.shared_expert = shared_expert
+        self._admitted_to: DispatchLayer | None = None  # the layer for which the experts are known not to wait
+        self._admit_experts(None)
 
     def forward(
         self,
@@ -101,7 +110,11 @@ class MoE(nn.Module):
 
         Raises:
             InvalidInput: an `x` of another width than the router's.
+            ConfigError: experts that would wait for counts, see the class.
         """
+        # The compiler's word comes first: what is behind it would be a guard of the compiled code.
+        if not torch.compiler.is_compiling() and self._admitted_to is not self.layer and x.device.type in _WAITED_FOR:
+            self._admit_experts(x.device)
         if x.shape[-1] != self.router.in_features:
             raise InvalidInput(f"x must be [..., {self.router.in_features}], as the router takes, got {list(x.shape)}")
         tokens = x.reshape(-1, x.shape[-1]).contiguous()  # strides would change the router's bits
@@ -117,6 +130,30 @@ class MoE(nn.Module):
         out = out.reshape(x.shape)
         return MoEResult(out, routing, routed.tokens_per_expert) if return_routing else out
 
+    def _admit_experts(self, rows_device: torch.device | None) -> None:
+        """Refuse experts that make calls on a GPU wait for counts; admit those whose calls there are known not to.
+
+        Neither where weights are not of the rows' dtype, or on a CPU: something is yet to cast or move them, for good
+        or for every call.
+        """
+        config = _config_of(self.layer)
+        if config is None:
+            return
+        weights = next(self.experts.parameters(), None)
+        device = rows_device if weights is None else weights.device
+        if device is None or (weights is not None and weights.dtype != config.dtype):
+            return
+        reads = getattr(self.experts, "reads_counts_on_host", False) is True
+        if waits_for_counts(device.type, config.row_capacity.kind, reads):
+            raise ConfigError(
+                f"{type(self.experts).__name__} ({config.dtype}) on {device} would wait for its counts in every call,"
+                f" which row_capacity {config.row_capacity} is there to avoid: change dtype or widths until its"
+                " reads_counts_on_host is False (GroupedExperts: bfloat16, multiples of 8, compute capability 9 or 10),"
+                " or take row_capacity exact()"
+            )
+        if device.type in _WAITED_FOR:
+            self._admitted_to = self.layer
+
     def _route(self, tokens: Tensor, token_mask: Tensor | None) -> Routing:
         masked: dict[str, Any] = {} if token_mask is None else {"token_mask": token_mask.reshape(-1)}
         with torch.autocast(tokens.device.type, enabled=False):
@@ -125,10 +162,30 @@ class MoE(nn.Module):
             return self.routing(logits, **masked)
 
 
+def waits_for_counts(device_type: str, row_capacity_kind: str, reads_on_host: bool) -> bool:
+    """Whether experts that read their counts on the host make a call wait whose dispatch does not.
+
+    >>> [waits_for_counts(*case) for case in (("cuda", "rows", True), ("cuda", "exact", True), ("cpu", "rows", True))]
+    [True, False, False]
+    """
+    return device_type in _WAITED_FOR and row_capacity_kind != "exact" and reads_on_host
+
+
+def _dispatcher_of(layer: DispatchLayer) -> TokenDispatcher | None:
+    """Behind a layer; None behind one that is not ours."""
+    dispatcher = getattr(layer, "dispatcher", layer)
+    return dispatcher if isinstance(dispatcher, TokenDispatcher) else None
+
+
+def _config_of(layer: DispatchLayer) -> DispatcherConfig | None:
+    dispatcher = _dispatcher_of(layer)
+    return None if dispatcher is None else dispatcher.config
+
+
 def _check_sizes(layer: DispatchLayer, router: nn.Module, experts: nn.Module) -> None:
     """What would else be found out in a call, or on a GPU after it: ids that no expert has."""
-    dispatcher = getattr(layer, "dispatcher", layer)
-    if not isinstance(dispatcher, TokenDispatcher):
+    dispatcher = _dispatcher_of(layer)
+    if dispatcher is None:
         return
     config, wanted = dispatcher.config, list[tuple[str, int, str, int]]()
     if isinstance(router, nn.Linear):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
 _STEPS = {"cuda": 20, "cpu": 8}
+_FACTOR = 1.5
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROUTINGS: tuple[RoutingKind, ...] = ("dynamic", "static")
 
@@ -76,7 +77,9 @@ def train_step(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help="Default: auto's choice for a capacity of fixed size.")] = None,
     routing: Annotated[list[str] | None, typer.Option(help="dynamic or static. Default: both.")] = None,
-    factor: Annotated[float, typer.Option(help="Of row_capacity calibrated, under dynamic routing.")] = 1.5,
+    factor: Annotated[
+        float | None, typer.Option(help=f"Of row_capacity calibrated, under dynamic routing. Default: {_FACTOR}.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks of the model.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a rank.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Elements of a token.")] = None,
@@ -103,24 +106,27 @@ def train_step(
 
     own = {"num_layers": layers, "num_tokens": tokens, "hidden_dim": hidden, "num_experts": experts, "top_k": top_k,
            "ffn_dim": ffn, "dtype": dtype}  # fmt: skip
+    dynamic_factor = _FACTOR if factor is None else factor
     try:
         place = place_of(device, ranks)
-        sizes, routings = _checked(own, routing, factor, steps, runs, json, place)
+        sizes, routings = _checked(own, routing, dynamic_factor, steps, runs, json, place)
         with ranks_at(place) as (call, reports), stages("train-step", reports) as told:
             told.expect(2 * runs * len(routings))
-            chosen = call(_backend, sizes, backend)
+            chosen, experts_wait = call(_backend, sizes, backend), call(_experts_wait, sizes, place.device_type)
+            if reports and factor is not None and "static" in routings:
+                _say(f"--factor {factor:g} does not apply to static routing, whose number of rows is known beforehand")
             start, pairs = time.monotonic(), []
             for each in routings:
-                pairs.append(_measure(call, told, sizes, each, chosen, factor, place, steps, runs))
+                pairs.append(_measure(call, told, sizes, each, chosen, dynamic_factor, place, steps, runs))
                 if reports:
-                    _print(_table(sizes, place, pairs[-1]))
+                    _print(_table(sizes, place, pairs[-1], experts_wait))
             seconds = time.monotonic() - start
     except KeyboardInterrupt:
-        _fail("interrupted; all ranks have ended", _INTERRUPTED)
-    except CrossdockError as refused:
-        _fail(f"crossdock bench train-step: {refused}", _WRONG_VALUE)
-    except RanksFailed as failure:
-        _fail(f"crossdock bench train-step: {failure}", _FAILED)
+        print("interrupted; all ranks have ended", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    except (CrossdockError, RanksFailed) as failure:
+        _say(str(failure))
+        raise typer.Exit(_FAILED if isinstance(failure, RanksFailed) else _WRONG_VALUE) from None
     if reports and json is not None:
         json.write_text(json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n")
     raise typer.Exit(0 if all(pair.same_bits for pair in pairs) else _FAILED)
@@ -130,9 +136,8 @@ _OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "-
             "top_k": "--top-k", "ffn_dim": "--ffn"}  # fmt: skip
 
 
-def _fail(sentence: str, code: int) -> None:
-    print(sentence, file=sys.stderr)
-    raise typer.Exit(code) from None
+def _say(sentence: str) -> None:
+    print(f"crossdock bench train-step: {sentence}", file=sys.stderr)
 
 
 def _checked(
@@ -185,6 +190,16 @@ def _backend(rank: int, sizes: StepSizes, wanted: str | None) -> str:
     return sync_free_backend(rank, sizes, wanted)
 
 
+def _experts_wait(rank: int, sizes: StepSizes, device_type: str) -> bool:
+    """Whether the experts' products make the host wait for a GPU."""
+    from crossdock.nn import GroupedExperts
+
+    if device_type != "cuda":
+        return False
+    experts = GroupedExperts(1, sizes.hidden_dim, sizes.ffn_dim, dtype=sizes.torch_dtype, device=device_type)
+    return experts.reads_counts_on_host
+
+
 def _measure(
     call: Ranks,
     told: Stages,
@@ -211,18 +226,25 @@ def _measure(
     return Pair(waiting, free)
 
 
-def _table(sizes: StepSizes, place: Place, pair: Pair) -> Table:
+def _table(sizes: StepSizes, place: Place, pair: Pair, experts_wait: bool) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    case = pair.free.case
+    case, reads = pair.free.case, pair.free.runs[0].host_reads_per_step
     title = f"{case.routing} routing, {case.backend}, {place.num_ranks} {place.device_type} ranks: {sizes}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "waiting", "sync-free", "gain"):
+    table = Table(title=title, title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
+    free = "fixed rows" if reads or experts_wait else "sync-free"
+    for column in ("", "waiting", free, "gain"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for line in _lines(pair):
         table.add_row(*line)
-    table.caption = "losses of all steps: " + ("the same bits" if pair.same_bits else "THEY DIFFER")
+    remarks = ["losses of all steps: " + ("the same bits" if pair.same_bits else "THEY DIFFER")]
+    if reads:
+        remarks.append(f"{case.backend} takes its sizes from the host here: with fixed rows it reads counts too")
+    if experts_wait:
+        remarks.append(f"experts of {sizes.dtype} in these widths read counts on the host here: both columns wait")
+    table.caption = "\n".join(remarks)
     return table
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .settings import Job
 
 _WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
+_MOST_SEED = 2**32 - 1
 _ONE_PROCESS = {"local", "loopback"}  # every proof has ranks in several
 _REFUSALS = {"ConfigError", "BackendUnavailable", "InvalidInput"}
 
@@ -76,7 +77,7 @@ def _checked(
     for wrong, sentence in (
         (missing, f"{' and '.join(missing)} must be installed: pip install 'crossdock[demo]'"),
         (steps < 1, f"--steps must be at least 1, got {steps}"),
-        (seed < 0, f"--seed must not be negative, got {seed}"),
+        (not 0 <= seed <= _MOST_SEED, f"--seed must lie in 0..{_MOST_SEED}, got {seed}"),
         (backend not in known, f"--backend must be one of {', '.join(known)}, got {backend}"),
         (data is not None and not data.exists(), f"--data {data} does not exist"),
         (out.exists() and not out.is_dir(), f"--out {out} is a file, it must be a folder"),

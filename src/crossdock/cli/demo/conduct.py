@@ -23,7 +23,7 @@ from .train import train
 _PROOFS = (
     ("one rank against many", prove_split, 2),
     ("any number of tokens", prove_ragged, 2),
-    ("training without host synchronisation", prove_sync_free, 2),
+    ("training with a row capacity", prove_sync_free, 2),
     ("sharded sequences", prove_sharded, 2 * TENSOR_PARALLEL),
 )
 

@@ -27,6 +27,8 @@ class LayerLine:
         capacity: rows of a rank, at the end; None under `exact`.
         fill: the largest demand of a dispatch over that capacity.
         overflows: dispatches that dropped rows, counted on every rank.
+        sent_rows_bytes: of rows that ranks sent to each other, forward and backward.
+        saved_bytes: of rows that all ranks keep for the backward of a combine.
     """
 
     run: str
@@ -39,17 +41,20 @@ class LayerLine:
     capacity: int | None
     fill: float | None
     overflows: int
+    sent_rows_bytes: int
+    saved_bytes: int
 
 
 def layer_lines(run: str, dispatcher: TokenDispatcher, group: Any = None) -> tuple[LayerLine, ...]:
     """A line for every layer of a dispatcher over all ranks of the demo; collective."""
     lines = []
     for name, mine in sorted(dispatcher.stats().layers.items()):
-        numbers = [mine.tokens, mine.rows, mine.rows_wanted, mine.overflows, mine.largest_demand]
+        numbers = [mine.tokens, mine.rows, mine.rows_wanted, mine.overflows, mine.sent_rows_bytes, mine.saved_bytes]
+        numbers.append(mine.largest_demand)
         told = torch.tensor([*numbers, *mine.wanted_by_expert], device=dispatcher.device)
         by_rank = torch.stack(gathered(told, group)).cpu()
-        tokens, rows, wanted, overflows, _ = by_rank[:, :5].sum(0).tolist()
-        demand, by_expert = int(by_rank[:, 4].max()), by_rank[:, 5:].double()
+        tokens, rows, wanted, overflows, sent_rows_bytes, saved_bytes = by_rank[:, :6].sum(0).tolist()
+        demand, by_expert = int(by_rank[:, 6].max()), by_rank[:, 7:].double()
         lines.append(
             LayerLine(
                 run=run,
@@ -62,6 +67,8 @@ def layer_lines(run: str, dispatcher: TokenDispatcher, group: Any = None) -> tup
                 capacity=mine.capacity if mine.capacity > 0 else None,
                 fill=demand / mine.capacity if mine.capacity > 0 else None,
                 overflows=overflows,
+                sent_rows_bytes=sent_rows_bytes,
+                saved_bytes=saved_bytes,
             )
         )
     return tuple(lines)

@@ -1,4 +1,4 @@
-"""Training that waits for no counts, through an overflow and out of it again, against training that waits: one run."""
+"""Training with a row capacity, through an overflow and out of it again, against training that waits for counts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crossdock import DispatcherConfig, RowCapacity, TokenDispatcher, explain
+from crossdock.nn import GroupedExperts
 from crossdock.overflow import OverflowGuard
 
 from .claims import Claim, Comparison, on_ranks
@@ -26,18 +27,26 @@ from .step import Batch, loss_of_rank, sum_dense_gradients
 STEPS = 8
 COLLAPSED = (3, 6)  # in these steps, from 0, the routers send every token to the first rank
 _CAPACITY = RowCapacity.calibrated(1.5)
+_DTYPE_ON_GPUS = "bfloat16"  # of experts that read no counts on the host there
 _NUM_SEQUENCES = 1
+_NO_WAITS = "no step waits for a count: dynamic routing without a host synchronisation"
+_SAME_BITS = "training with a row capacity gives the bits of training that waits for its counts"
 _FAR = 100.0  # a bias that no router's scores reach
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the capacity is tried: `group` is None for all ranks as they are."""
+    """Where the capacity is tried: `group` is None for all ranks as they are, and `why` then empty."""
 
     backend: str
     device: torch.device
-    group: Any
-    remark: str
+    group: Any = None
+    why: str = ""
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether the transport takes its sizes from the host under every capacity."""
+        return self.backend == "all_to_all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,20 +73,22 @@ class _Run:
 def prove_sync_free(rank: int, job: Job) -> list[Claim]:
     """Train with a calibrated capacity under a guard, then with `exact` and without the steps that were skipped."""
     place = _place(job)
-    sizes = replace(job.sizes, experts_dtype="bfloat16") if place.device.type == "cuda" else job.sizes
+    sizes = replace(job.sizes, experts_dtype=_DTYPE_ON_GPUS) if place.device.type == "cuda" else job.sizes
     batches = _batches(rank, job, sizes, place)
     config = sizes.dispatcher_config(_NUM_SEQUENCES, "fast", equal_token_counts=True, on_overflow="skip_step")
     free = _train(replace(config, row_capacity=_CAPACITY), place, job, sizes, batches, leave_out=())
     exact = _train(config, replace(place, backend="auto"), job, sizes, batches, leave_out=free.skipped)
     comparison = Comparison()
-    comparison.add_all("sync-free", free.tensors, exact.tensors)
+    comparison.add_all("with a capacity:", free.tensors, exact.tensors)
     where = on_ranks(dist.get_world_size(), place.device)
-    how = f"{STEPS} steps with row_capacity {_CAPACITY} on {where} over {place.backend}, against exact(){place.remark}"
+    how = f"{STEPS} steps with row_capacity {_CAPACITY} on {where} over {place.backend}, against exact(){place.why}"
+    if place.reads_sizes:
+        how += "; Gloo takes sizes from the host, so its reads stay"
     same = comparison.claim("", how, place.group)
     reads = replace(
         same,
-        claim="no step waits for a count: dynamic routing without a host synchronisation",
-        holds=same.holds and (place.backend == "all_to_all" or not any(free.reads[1:] + free.device_waits[1:])),
+        claim=_SAME_BITS if place.reads_sizes else _NO_WAITS,
+        holds=same.holds and (place.reads_sizes or not any(free.reads[1:] + free.device_waits[1:])),
         result=f"host reads of counts by step: {_told(exact.reads)} before, {_told(free.reads)} after"
         f"{_device_told(exact, free)}; {same.result}",
         layers=free.layers,
@@ -99,12 +110,22 @@ def _place(job: Job) -> _Place:
     """The job's own backend if it offers the capacity here, else the best that does; at last two CPUs' worth of it."""
     device = device_of_rank()
     config = job.sizes.dispatcher_config(_NUM_SEQUENCES, "fast", row_capacity=_CAPACITY)
-    if backend := _offering(config, job.backend, None):
-        return _Place(backend, device, None, _remark(backend))
+    backend, waits = _offering(config, job.backend, None), _experts_wait(job.sizes, device)
+    if backend and not waits:
+        return _Place(backend, device)
     group = dist.new_group(backend="gloo")
     backend = _offering(config, "auto", group)
     assert backend is not None, "all_to_all serves every Gloo group"
-    return _Place(backend, torch.device("cpu"), group, f"; on the CPU, for nothing offers it on {device.type}")
+    why = "experts read their counts on the host" if waits else "nothing offers it"
+    return _Place(backend, torch.device("cpu"), group, f"; on the CPU, for {why} on {device.type}")
+
+
+def _experts_wait(sizes: ModelSizes, device: torch.device) -> bool:
+    """Whether this GPU has no product of grouped rows that leaves the host alone."""
+    if device.type != "cuda":
+        return False
+    dtype = replace(sizes, experts_dtype=_DTYPE_ON_GPUS).dtype
+    return GroupedExperts(1, sizes.hidden_dim, sizes.ffn_dim, dtype=dtype, device=device).reads_counts_on_host
 
 
 def _offering(config: DispatcherConfig, wanted: str, group: Any) -> str | None:
@@ -112,10 +133,6 @@ def _offering(config: DispatcherConfig, wanted: str, group: Any) -> str | None:
     usable = [each.name for each in explain(config, group).candidates if each.why_not is None]
     names = ("symmetric", *usable) if wanted == "auto" else (wanted,)
     return next((name for name in names if name in usable), None)
-
-
-def _remark(backend: str) -> str:
-    return "; Gloo takes sizes from the host, so its reads stay" if backend == "all_to_all" else ""
 
 
 def _batches(rank: int, job: Job, sizes: ModelSizes, place: _Place) -> list[Batch]:
@@ -151,7 +168,7 @@ def _train(
                 tensors[f"loss of step {step + 1}"] = loss
             capacities.append(max(layer.capacity for layer in dispatcher.stats().layers.values()))
         tensors |= {name: parameter.detach() for name, parameter in model.named_parameters()}
-        lines = layer_lines("sync-free", dispatcher, place.group)
+        lines = layer_lines("capacity", dispatcher, place.group)
     return _Run(tensors, reads, waits, skipped, capacities, lines)
 
 

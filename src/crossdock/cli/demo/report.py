@@ -99,11 +99,15 @@ def tell(console: Console, job: Job, trained: Trained, claims: Sequence[Claim], 
 
 def _layers(claims: Sequence[Claim]) -> Table:
     """What every layer of the runs did, over all ranks."""
-    table = Table("run", "layer", "calls", "rows", "dropped", "busiest", "capacity", box=box.SIMPLE)
-    table.caption = "dispatches of all ranks; busiest expert over the mean; the most of a capacity that was wanted"
+    table = Table("run", "layer", "calls", "rows", "dropped", "busiest", "capacity", "MB", box=box.SIMPLE)
+    table.caption = (
+        "dispatches of all ranks; busiest expert over the mean; the most of a capacity that was wanted; rows sent to"
+        " other ranks, and kept for a backward, in MB"
+    )
     for line in (line for claim in claims for line in claim.layers):
         dropped = f"{line.dropped:,} in {line.overflows:,}" if line.dropped else "none"
         capacity = "exact" if line.fill is None else f"{line.capacity:,}, {line.fill:.0%}"
         counts = (f"{line.dispatches:,}", f"{line.rows:,}", dropped, f"{line.imbalance:.2f}")
-        table.add_row(line.run, line.layer, *counts, capacity)
+        num_bytes = f"{line.sent_rows_bytes / 1e6:.1f}, {line.saved_bytes / 1e6:.1f}"
+        table.add_row(line.run, line.layer, *counts, capacity, num_bytes)
     return table
