@@ -40,10 +40,11 @@ def test_storage_is_told_before_it_is_taken(ranks: Ranks, num_tokens: int):
 
 def test_who_keeps_no_storage_tells_of_none(ranks: Ranks):
     told, taken, line = told_and_taken(0, "local", CONFIG)
-    assert (told, taken, line.split()) == (None, 0, ["local", "chosen"])
+    assert (told, taken, line.split()) == (0, 0, ["local", "chosen"])
     for told, taken, line in ranks(2).run(told_and_taken, "all_to_all", CONFIG):
-        assert (told, taken, line) == (None, 0, "all_to_all  chosen")
-    assert all(each.workspace_bytes is None for each in cd.explain(CONFIG).candidates if each.why_not is not None)
+        assert (told, taken, line) == (0, 0, "all_to_all  chosen")
+    refused = [each.workspace_bytes for each in cd.explain(CONFIG).candidates if each.why_not is not None]
+    assert refused and set(refused) == {None}
 
 
 class Aligned(SymmetricBackend):
@@ -67,7 +68,7 @@ def test_padded_token_counts_are_part_of_it(ranks: Ranks):
 class Forgetful(LocalBackend):
     """One that cannot say what it would take."""
 
-    def workspace_bytes(self, spec: TransportSpec) -> int | None:
+    def workspace_bytes(self, spec: TransportSpec) -> int:
         raise LookupError("no such table")
 
 
@@ -75,4 +76,4 @@ def test_a_backend_that_cannot_tell_takes_no_other_along():
     with mock.patch.object(select, "known_backends", lambda: {"local": LocalBackend(), "forgetful": Forgetful()}):
         first, second = str(cd.explain(CONFIG)).splitlines()
     assert first.split() == ["local", "chosen"]
-    assert second.endswith("it failed when it was asked how: LookupError('no such table')")
+    assert second.endswith("it failed when it was asked to describe itself: LookupError('no such table')")

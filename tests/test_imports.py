@@ -1,9 +1,9 @@
 """Who may import whom, what may not be written, and what `import crossdock` may not do: read off the sources.
 
 The layers, from the bottom: errors, names and types, which everyone may import; kernels; plain functions (permute,
-row_memory, rows, reference, capacity, row_capacity, layer_sizes, routing, inputs); pages and the ledger; the group and
-memory; backends; autograd, select and the accounts; an opened dispatcher, a layer's calls, the dispatcher; the guard
-over it (overflow); and on top, with public names only, nn, testing, bench and the command line.
+row_memory, rows, reference, capacity, row_capacity, layer_sizes, routing, inputs); counters and the ledger; the group
+and memory; backends; autograd, select, the accounts and statistics; an opened dispatcher, a layer's calls, the
+dispatcher; the guard over it (overflow); and on top, with public names only, nn, testing, bench and the command line.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ LAYERS: dict[str, set[str]] = {
     "inputs": set(),
     "reference": set(),
     "row_capacity": set(),
-    "pages": set(),
-    "ledger": {"kernels", "pages"},
+    "host_copy": set(),
+    "layer_counters": set(),
+    "ledger": {"host_copy", "kernels", "layer_counters"},
     "telemetry": set(),
     "capacity": set(),
     "routing": {"permute"},
     "group": set(),
     "memory": {"group"},
-    "backends": {"permute", "row_memory", "rows", "inputs", "memory", "kernels", "group", "pages"},
+    "backends": {"permute", "row_memory", "rows", "inputs", "memory", "kernels", "group", "layer_counters"},
     "recompute": set(),
     "eager": set(),
     "operations": {"backends.base", "group", "recompute.frames", "row_capacity"},
@@ -53,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "select": {"backends", "group", "row_capacity"},
     "padding": {"backends.base"},
     "layer_sizes": {"row_capacity"},
-    "statistics": {"accounts", "backends.base", "group", "ledger"},
+    "statistics": {"accounts", "backends.base", "group", "host_copy", "ledger"},
     "accounts": {"backends.base", "callers", "group", "inputs", "ledger", "row_capacity"},
     "opened": {
         "statistics",
@@ -72,7 +73,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "calls": {"autograd", "eager", "inputs", "opened", "recompute.frames"},
     "dispatcher": {"backends.base", "callers", "calls", "group", "opened", "select"},
-    "overflow": {"dispatcher", "group", "ledger", "opened", "row_capacity"},
+    "overflow": {"dispatcher", "group", "host_copy", "ledger", "opened", "row_capacity"},
 }
 # These use what a user may use: the package's own names, and its public modules.
 USERS = {"nn", "testing", "bench", "cli"}
@@ -94,7 +95,7 @@ PUBLIC = {"", "errors", "types", *MODULES, *USERS} - {"cli"}
 # link with a kernel of its own, which lives where kernels do; so do the delays that `testing.stress` asks for.
 HOMES = {"testing": {"backends.loopback", "kernels.stress"}, "bench": {"kernels.link"}, "cli": {"kernels.digest"}}
 # The other files are backends, and do not know each other.
-SHARED_BY_BACKENDS = {"base", "wire", "wire_layout", "nccl"}
+SHARED_BY_BACKENDS = {"base", "call_clock", "wire", "wire_layout", "nccl"}
 
 # library -> the only places that import it
 LIBRARIES = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -30,8 +29,8 @@ class Guard(Protocol):
     def has_stepped(self) -> bool:
         """Whether it was ever asked to end a step."""
 
-    def num_skipped(self, *, wait: bool = True) -> int:
-        """Steps that it did not apply; waits for the device, or leaves out a step of which nothing has come yet."""
+    def has_skipped_unread(self, *, wait: bool) -> bool:
+        """Whether it did not apply a step that it has not read yet; waits for the device, or else may not know."""
 
 
 class Accounts:
@@ -48,9 +47,6 @@ class Accounts:
         self._told = (0, 0, 0)  # of the ledger's troubles
         self._may_skip, self._has_warned = config.on_overflow == "skip_step", False
         self._has_trained = False  # whether a dispatch came in grad mode
-        self._num_rows = dict[str, int]()  # of each layer's last dispatch
-        self._keeps_rows = dict[str, bool]()  # whether its last combine keeps them for a backward
-        self._skipped_of = dict[str, int]()  # steps, by the layers that lacked rows in them
         self._ledger = None if device is None else self._open(device)
 
     @property
@@ -75,7 +71,6 @@ class Accounts:
         if self._ledger is None:  # alone: the first dispatch says where the rows live
             self._ledger = self._open(x.device)
         self._has_trained |= facts.grad_mode
-        self._num_rows[facts.layer] = received.rows.shape[0]
         wanted, bad_ids = received.demand
         kept, ends = received.tokens_per_expert, received.expert_offsets
         bound = int(tokens_of_call(self._config, x.shape[0], facts.num_tokens_per_rank))
@@ -86,23 +81,6 @@ class Accounts:
         if self._config.distinct_experts:
             self._ledger.note_repeats(expert_ids)
         return rows_end
-
-    def note_combine(self, facts: CallFacts) -> None:
-        """A combine begins."""
-        self._keeps_rows[facts.layer] = facts.grad_mode and facts.apply_scores
-
-    def held(self, layer: str) -> tuple[int, bool]:
-        """Rows of a layer's last dispatch, and whether its last combine keeps as many for its backward."""
-        return self._num_rows.get(layer, 0), self._keeps_rows.get(layer, False)
-
-    def note_skipped(self, layers: Iterable[str]) -> None:
-        """The guard has not applied a step in which these layers lacked rows, on this rank or another one."""
-        for layer in layers:
-            self._skipped_of[layer] = self._skipped_of.get(layer, 0) + 1
-
-    def num_skipped_of(self, layer: str) -> int:
-        """Steps, of those that the guard has read, that were not applied for this layer."""
-        return self._skipped_of.get(layer, 0)
 
     def forget_fill(self, layer: str) -> None:
         """A layer's capacity has changed."""
@@ -135,30 +113,26 @@ class Accounts:
             refuse_late(news[1] - before[1], news[2] - before[2], self._config.num_experts)
         if unwatched is not None:
             self._has_warned = True
-            idle = self._living_guard() is not None
+            idle = self.living_guard() is not None
             warnings.warn(_advice(unwatched, self._spec.rank, guard_is_idle=idle), stacklevel=level_of_caller())
         return None
 
-    def num_skipped(self, *, wait: bool) -> int:
-        """`Guard.num_skipped` of the guard, if there is one."""
-        guard = self._living_guard()
-        return 0 if guard is None else guard.num_skipped(wait=wait)
-
     def _unwatched(self, ledger: HostLedger | DeviceLedger, at_the_end: bool) -> Drop | None:
         """A layer that drops rows where a guard should skip the step, and none does; the first time only."""
-        guard = self._living_guard()
+        guard = self.living_guard()
         if not self._may_skip or self._has_warned or (guard is not None and guard.has_stepped):
             return None
         drop = ledger.drop()
         return drop if guard is None or (at_the_end and self._has_trained) else None
 
-    def _living_guard(self) -> Guard | None:
+    def living_guard(self) -> Guard | None:
+        """The guard, if there is one."""
         return None if self.guard is None else self.guard()
 
     def _overflow(self, ledger: HostLedger | DeviceLedger) -> str:
         trouble = ledger.trouble()
         applied = "there is no guard, so a step may have been applied"
-        if self._living_guard() is not None:
+        if self.living_guard() is not None:
             applied = "the guard applies no step that lacks rows"
         others = ", and more if other ranks asked for more" if self._spec.ep_size > 1 else ""
         return (

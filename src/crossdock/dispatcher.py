@@ -161,7 +161,7 @@ class TokenDispatcher:
         """Bytes of persistent storage for communication on this rank, all allocated when it was opened.
 
         On a CPU `all_to_all` and `loopback` also keep memory of rows that nobody holds any longer, for the next call:
-        up to 128 MB a dispatcher.
+        up to 128 MiB a dispatcher.
         """
         return self._open.transport.workspace_bytes
 
@@ -200,9 +200,13 @@ class TokenDispatcher:
     def stats(self, *, wait: bool = True) -> DispatcherStats:
         """What this rank has done so far. Raises what `check` raises.
 
-        What a GPU counts comes in one copy, for which the host waits. With `wait=False` it does not: the numbers are
-        those of the last copy that has come, at first zeros and no layers, and a newer one is asked for; inside the
-        capture of a graph none is.
+        What a GPU counts (tokens, rows and what was sent, in sum and by layer) comes in one copy, for which the host
+        waits. With `wait=False` it does not: that is of the last copy that has come, at first zeros and no layers, and
+        a newer one is asked for. What the host knows by itself (calls, its own waits, bytes held and kept, steps that a
+        guard has read) is of now. Inside the capture of a graph nothing is asked for.
+
+        Raises:
+            ContractViolation: inside a capture, with `wait`.
         """
         self.check()
         stats = self._open.statistics.read(wait=wait)

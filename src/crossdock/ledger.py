@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .pages import LayerPages
+from .host_copy import HostCopy
+from .layer_counters import LayerCounters
 from .types import OnOverflow
 
 # A layer's words, then one for each local expert: rows wanted.
@@ -83,29 +84,6 @@ class Drop(NamedTuple):
     layer: str
     num_dropped: int
     num_wanted: int
-
-
-class HostCopy:
-    """A tensor on its way to the host, which need not wait for it; nobody writes to the tensor any more."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._host, self._event = source, None
-        if source.is_cuda:
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._host.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def has_arrived(self) -> bool:
-        """Whether `values` would not wait."""
-        return self._event is None or self._event.query()
-
-    def values(self) -> list[Any]:
-        """Its values; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[Any] = self._host.tolist()
-        return values
 
 
 class Ledger(ABC):
@@ -261,7 +239,7 @@ class DeviceLedger(Ledger):
         super().__init__(alignment, num_local_experts, device)
         self._troubles = torch.zeros(NUM_TROUBLES, dtype=torch.int64, device=device)
         self._told = torch.zeros(NUM_TROUBLES, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._pages = LayerPages(BY_EXPERT + num_local_experts, device)
+        self._counters = LayerCounters(BY_EXPERT + num_local_experts, device)
         self._seen: list[list[int]] = []  # every layer's words as the host knows them, which may be old
         self._copy: HostCopy | None = None  # newer ones
         self._copied_at = float("-inf")
@@ -269,7 +247,7 @@ class DeviceLedger(Ledger):
     def enter(self, entry: Entry) -> Tensor:
         from .kernels.tally import launch_tally
 
-        place, words = self._pages.row(entry.layer)
+        place, words = self._counters.of(entry.layer)
         books = (words, self._troubles, self._told, self.overflowed)
         return launch_tally(entry, books, place, self.alignment)
 
@@ -277,14 +255,13 @@ class DeviceLedger(Ledger):
         words = self.words()
         taken = torch.cat([self.overflowed.to(torch.int64), words[:, OVERFLOW_PEAK], words[:, PEAK]])
         self.overflowed.zero_()
-        for page in self._pages.pages:
-            page[:, PEAK : OVERFLOW_PEAK + 1].zero_()
+        self._counters.zero(slice(PEAK, OVERFLOW_PEAK + 1))
         self._seen, self._copy = [], None
         return taken
 
     def forget_fill(self, layer: str) -> None:
-        if layer in self._pages.layers:
-            self._pages.row(layer)[1][DEMAND : CAPACITY + 1].zero_()
+        if layer in self._counters:
+            self._counters.of(layer)[1][DEMAND : CAPACITY + 1].zero_()
 
     def note_repeats(self, expert_ids: Tensor) -> None:
         from .kernels.repeats import launch_count_repeats
@@ -301,7 +278,7 @@ class DeviceLedger(Ledger):
         return _first_drop(self.layers, self._seen)
 
     def know(self, words: list[list[int]]) -> None:
-        self._seen = words
+        self._seen, self._copy = words, None  # one on its way would be older
 
     def _keep_up(self) -> None:
         """Take the words that have arrived, and now and then send for newer ones."""
@@ -316,10 +293,10 @@ class DeviceLedger(Ledger):
 
     @property
     def layers(self) -> list[str]:
-        return self._pages.layers
+        return self._counters.layers
 
     def words(self) -> Tensor:
-        return self._pages.words()
+        return self._counters.words()
 
 
 def open_ledger(alignment: int, num_local_experts: int, device: torch.device) -> HostLedger | DeviceLedger:

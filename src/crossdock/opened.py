@@ -148,7 +148,7 @@ class OpenDispatcher:
         """Body of every operator: one numbered, compared call."""
         if facts.operation == "combine":
             self.touch()
-            self.accounts.note_combine(facts)
+            self.statistics.note_combine(facts)
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
@@ -217,6 +217,7 @@ class OpenDispatcher:
         """Enter a dispatch into the accounts and finish its tail; the end of its rows."""
         self.device = self.device or x.device  # alone: the first dispatch says where the rows live
         rows_end = self.accounts.enter(x, expert_ids, facts, received)
+        self.statistics.note_dispatch(facts.layer, received.rows.shape[0])
         if facts.num_rows >= 0 and self.config.zero_tail:
             zero_tail(received.rows, rows_end, received.row_scores)
             if received.kept_scores is not None:

@@ -26,7 +26,7 @@ class Candidate:
 
     `how` says in words how it would share the work out here; empty where it has nothing to tell. Where it can serve,
     `by_name_only` says that "auto" never takes it here, and `workspace_bytes` what `TokenDispatcher.workspace_bytes`
-    would be: None of a backend that keeps no storage, or cannot tell before it is opened.
+    would be, or None of a backend that cannot tell before it is opened.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Explanation:
         word = "chosen" if candidate.name == self.chosen else "usable"
         word += " by name only" if candidate.by_name_only else ""
         told = [candidate.how] if candidate.how else []
-        if candidate.workspace_bytes is not None:
+        if candidate.workspace_bytes:
             told.append(f"{in_units(candidate.workspace_bytes)} of storage a rank")
         return f"{word}: {'; '.join(told)}" if told else word
 
@@ -204,7 +204,7 @@ def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, kn
         try:
             how, num_bytes = backend.describe(spec, members.device), backend.workspace_bytes(_as_opened(spec, backend))
         except _MISHAPS as error:
-            return replace(candidate, how=f"it failed when it was asked how: {error!r}")
+            return replace(candidate, how=f"it failed when it was asked to describe itself: {error!r}")
         return replace(candidate, how=how, workspace_bytes=num_bytes)
 
     candidates = _candidates(config, spec, members, known)

@@ -2,52 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from .accounts import Accounts
 from .backends.base import Transport, TransportSpec
+from .errors import ContractViolation
+from .group.fingerprint import CallFacts
 from .group.session import Session
-from .ledger import BY_EXPERT, CALLS, CAPACITY, DEMAND, OVERFLOWS, ROWS, TOKENS, WANTED, HostCopy
+from .host_copy import HostCopy
+from .ledger import BY_EXPERT, CALLS, CAPACITY, DEMAND, OVERFLOWS, ROWS, TOKENS, WANTED
 from .types import DispatcherStats, LayerStats
 
 
 class Statistics:
-    """Reads them for one dispatcher. Owns the copy that is on its way, and keeps the last one that has come."""
+    """Reads them for one dispatcher. Owns the copy that is on its way, and what the host notes of its layers."""
 
     def __init__(self, spec: TransportSpec, session: Session, transport: Transport, accounts: Accounts) -> None:
-        self._row_bytes = spec.hidden_dim * spec.dtype.itemsize
+        self._bytes_per_row = spec.hidden_dim * spec.dtype.itemsize
         self._session, self._transport, self._accounts = session, transport, accounts
         self._coming: _Copy | None = None
         self._words = dict[str, list[int]]()  # of the last copy: by layer, the ledger's and the bytes of rows sent
-        self._sent_bytes = self._sent_rows_bytes = 0
+        self._other_bytes = 0  # sent, of the same moment
+        self._num_rows = dict[str, int]()  # of each layer's last dispatch
+        self._keeps_rows = dict[str, bool]()  # whether its last combine keeps them for a backward
+        self._num_skipped = 0  # steps that the guard has read
+        self._skipped_of = Counter[str]()  # the same, by the layers that lacked rows in them
+
+    def note_dispatch(self, layer: str, num_rows: int) -> None:
+        """A dispatch has brought rows `[num_rows, hidden_dim]`."""
+        self._num_rows[layer] = num_rows
+
+    def note_combine(self, facts: CallFacts) -> None:
+        """A combine begins."""
+        self._keeps_rows[facts.layer] = facts.grad_mode and facts.apply_scores
+
+    def note_skipped(self, layers: Iterable[str]) -> None:
+        """The guard has not applied a step in which these layers lacked rows, on this rank or another one."""
+        self._num_skipped += 1
+        self._skipped_of.update(layers)
 
     def read(self, *, wait: bool) -> DispatcherStats:
-        """Up to now; or without a wait: as of the last copy that has come, and a newer one is asked for."""
-        if wait or self._coming is None:
-            self._coming = None if self._is_capturing() else _Copy(self._transport, self._accounts)
-        if self._coming is not None and (wait or self._coming.has_arrived()):
-            self._words = self._coming.by_layer()
-            if wait and self._accounts.opened_ledger is not None:
-                self._accounts.opened_ledger.know(self._coming.of_ledger())
-            self._sent_rows_bytes = sum(words[-1] for words in self._words.values())
-            self._sent_bytes = self._coming.other_bytes + self._sent_rows_bytes
-            self._coming = None
+        """Up to now; or without a wait, as far as the device has counted them, as of the last copy that has come.
+
+        Raises:
+            ContractViolation: inside the capture of a graph, with `wait`.
+        """
+        num_skipped = self._num_skipped
+        if not self._is_capturing():
+            self._refresh(wait)
+            guard = self._accounts.living_guard()
+            num_skipped += guard is not None and guard.has_skipped_unread(wait=wait)
+        elif wait:
+            raise ContractViolation(
+                "stats() waits for the device, which cannot be done inside a capture: call it outside, or with"
+                " wait=False"
+            )
         layers = {layer: self._of_layer(layer, words) for layer, words in self._words.items() if words[CALLS]}
+        sent_rows_bytes = sum(words[-1] for words in self._words.values())
         return DispatcherStats(
             calls=self._session.num_calls,
             tokens=sum(layer.tokens for layer in layers.values()),
             rows=sum(layer.rows for layer in layers.values()),
             host_syncs=self._transport.num_host_syncs(),
-            sent_bytes=self._sent_bytes,
-            sent_rows_bytes=self._sent_rows_bytes,
-            skipped_steps=self._accounts.num_skipped(wait=wait),
+            sent_bytes=self._other_bytes + sent_rows_bytes,
+            sent_rows_bytes=sent_rows_bytes,
+            skipped_steps=num_skipped,
             layers=layers,
         )
 
+    def _refresh(self, wait: bool) -> None:
+        if wait or self._coming is None:
+            self._coming = _Copy(self._transport, self._accounts)
+        if wait or self._coming.has_arrived():
+            self._words, self._other_bytes = self._coming.by_layer(), self._coming.other_bytes
+            if wait and self._accounts.opened_ledger is not None:
+                self._accounts.opened_ledger.know(self._coming.of_ledger())
+            self._coming = None
+
     def _of_layer(self, layer: str, words: Sequence[int]) -> LayerStats:
-        num_rows, keeps_rows = self._accounts.held(layer)
+        last_rows_bytes = self._num_rows.get(layer, 0) * self._bytes_per_row
         return LayerStats(
             calls=words[CALLS],
             tokens=words[TOKENS],
@@ -57,11 +93,11 @@ class Statistics:
             largest_demand=words[DEMAND],
             capacity=words[CAPACITY],
             wanted_by_expert=tuple(words[BY_EXPERT:-1]),
-            skipped_steps=self._accounts.num_skipped_of(layer),
-            row_bytes=self._row_bytes,
+            skipped_steps=self._skipped_of[layer],
+            bytes_per_row=self._bytes_per_row,
             sent_rows_bytes=words[-1],
-            buffer_bytes=num_rows * self._row_bytes,
-            saved_bytes=num_rows * self._row_bytes if keeps_rows else 0,
+            last_rows_bytes=last_rows_bytes,
+            saved_bytes=last_rows_bytes if self._keeps_rows.get(layer, False) else 0,
         )
 
     def _is_capturing(self) -> bool:
@@ -70,23 +106,28 @@ class Statistics:
 
 
 class _Copy:
-    """Of all that a device has counted by now, on its way to the host."""
+    """Of all that has been counted by now, on its way to the host."""
 
     def __init__(self, transport: Transport, accounts: Accounts) -> None:
         ledger, sent = accounts.opened_ledger, transport.sent()
         self.other_bytes = sent.other_bytes
         self._layers, self._senders = [] if ledger is None else ledger.layers, list(sent.layers)
-        words = sent.rows_bytes.new_zeros((0, 1)) if ledger is None else ledger.words()
-        self._width = words.shape[1]
-        # Of one device both come in one copy; else the bytes have been counted by the host.
-        self._copy = HostCopy(torch.cat([words.flatten(), sent.rows_bytes.to(words.device)]))
+        words = torch.zeros((0, 1), dtype=torch.int64, device="cpu") if ledger is None else ledger.words()
+        self._width, self._counted = words.shape[1], list[int]()  # by the host, of the bytes of rows sent
+        parts = [words.flatten()]
+        if sent.rows_bytes.device == words.device:
+            parts.append(sent.rows_bytes)
+        else:
+            self._counted = sent.rows_bytes.tolist()
+        self._copy = HostCopy(torch.cat(parts))
 
     def has_arrived(self) -> bool:
         return self._copy.has_arrived()
 
     def by_layer(self) -> dict[str, list[int]]:
         """Every layer's words of the ledger, then the bytes of rows that it has sent; waits for the device."""
-        sent = dict(zip(self._senders, self._copy.values()[self._width * len(self._layers) :], strict=True))
+        num_bytes = [*self._copy.values()[self._width * len(self._layers) :], *self._counted]
+        sent = dict(zip(self._senders, num_bytes, strict=True))
         entered = zip(self._layers, self.of_ledger(), strict=True)
         words = {layer: [*of_layer, sent.pop(layer, 0)] for layer, of_layer in entered}
         return words | {layer: [*[0] * self._width, num_bytes] for layer, num_bytes in sent.items()}

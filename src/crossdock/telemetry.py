@@ -138,11 +138,11 @@ _OF_LAYER = {
     "rows_wanted": "Rows that were asked for; those above the rows were dropped.",
     "overflows": "Dispatches of which rows were dropped.",
     "skipped_steps": "Optimizer steps that a guard did not apply for the layer.",
-    "rows_bytes": "Bytes of rows that reached the layer's experts on this rank, a copy for every expert.",
+    "received_rows_bytes": "Bytes of rows that reached the layer's experts on this rank, a copy for every expert.",
     "sent_rows_bytes": "Bytes of the layer's rows put on the wire to other ranks.",
 }
 _HELD_BY_LAYER = {
-    "buffer_bytes": "Bytes of the rows of the layer's last dispatch.",
+    "last_rows_bytes": "Bytes of the rows of the layer's last dispatch.",
     "saved_bytes": "Bytes of rows that the layer's last combine keeps for its backward.",
 }
 

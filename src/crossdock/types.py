@@ -318,10 +318,10 @@ class LayerStats:
         wanted_by_expert: rows that were asked for, by local expert.
         skipped_steps: optimizer steps that a guard did not apply because this layer lacked rows, here or on another
             rank; without the last step of a guard that reads one step late.
-        row_bytes: of one row.
-        sent_rows_bytes: bytes of rows that this rank sent to other ranks for this layer, in every operation: a token's
-            once for each rank that wanted it.
-        buffer_bytes: of the rows of its last dispatch, padding and what no row took up included.
+        bytes_per_row: of one row.
+        sent_rows_bytes: bytes of rows that this rank sent to other ranks for this layer, in every operation: one row
+            for each pair of a token and a rank; on their way home under the reduction `exact`, one for each slot.
+        last_rows_bytes: of the rows of its last dispatch, padding and what no row took up included.
         saved_bytes: of those that its last combine keeps for its backward; 0 outside of grad mode, and where the
             experts apply the scores.
     """
@@ -335,15 +335,15 @@ class LayerStats:
     capacity: int
     wanted_by_expert: tuple[int, ...]
     skipped_steps: int = 0
-    row_bytes: int = 0
+    bytes_per_row: int = 0
     sent_rows_bytes: int = 0
-    buffer_bytes: int = 0
+    last_rows_bytes: int = 0
     saved_bytes: int = 0
 
     @property
-    def rows_bytes(self) -> int:
+    def received_rows_bytes(self) -> int:
         """Bytes of the rows that reached this rank's experts, a copy for every expert, from all ranks."""
-        return self.rows * self.row_bytes
+        return self.rows * self.bytes_per_row
 
     @property
     def imbalance(self) -> float:

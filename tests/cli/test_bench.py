@@ -31,11 +31,11 @@ def test_a_sweep_with_all_its_files(tmp_path: Path):
     assert "16 figures, all checked before" in done.stdout
     said = done.stderr.splitlines()  # no terminal
     assert said[:3] == [
-        "bench: who can serve own-4",
-        "bench: who can serve own-16",
-        "bench: ceilings of links and memory",
+        "crossdock bench: who can serve own-4",
+        "crossdock bench: who can serve own-16",
+        "crossdock bench: ceilings of links and memory",
     ]
-    assert said[3] == "bench: 1 of 4: own-4, uniform: all_to_all" and len(said) == 7
+    assert said[3] == "crossdock bench: 1 of 4: own-4, uniform: all_to_all" and len(said) == 7
     written = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "ceilings", "failed", "refused"} <= written.keys()
     assert (written["ranks"], written["device"], written["effort"]) == (2, "cpu", {"repeats": 2, "runs": 2})

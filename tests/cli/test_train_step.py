@@ -33,7 +33,7 @@ def test_both_routings_with_a_record(tmp_path: Path):
     )
     assert "sync-free" not in done.stdout
     assert "--factor" not in done.stderr
-    assert done.stderr.startswith("train-step: 1 of 8: dynamic routing, row_capacity exact()\n")
+    assert done.stderr.startswith("crossdock bench train-step: 1 of 8: dynamic routing, row_capacity exact()\n")
     written = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "sizes", "seconds"} <= written.keys()
     assert (written["ranks"], written["device"], written["sizes"]["num_tokens"]) == (2, "cpu", 16)

@@ -71,7 +71,7 @@ def test_a_terminal_has_a_bar_and_no_lines():
         os.close(theirs)
         said = b"".join(parts(ours)).decode()
     os.close(ours)
-    assert running.returncode == 0 and "━" in said and "verify: " not in said
+    assert running.returncode == 0 and "━" in said and "crossdock verify: " not in said
 
 
 def parts(terminal: int) -> Iterator[bytes]:
@@ -87,8 +87,8 @@ def test_a_pipe_is_told_at_once_that_something_is_done():
         first = running.stderr.readline()
         assert running.poll() is None, "it comes before the table"
         table, rest = running.communicate(timeout=110)
-    assert running.returncode == 0 and all(line.startswith("verify: ") for line in rest.splitlines()), rest
-    assert re.fullmatch(r"verify: \d+ cells on 2 cpu ranks\n", first)
+    assert running.returncode == 0 and all(line.startswith("crossdock verify: ") for line in rest.splitlines()), rest
+    assert re.fullmatch(r"crossdock verify: \d+ cells on 2 cpu ranks\n", first)
     assert "conforms" in table and "verify:" not in table
 
 
@@ -99,9 +99,9 @@ def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str]):
         statuses: tuple[Status, ...] = ("passed", "skipped", "passed" if len(done) < 2 else "failed")
         done.append([CellResult(group="rows", cell=str(cell), rank=0, status=status) for status in statuses])
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "verify: 5 cells on 2 cpu ranks"
-    assert said[2] == "verify: 2 of 5 cells, 4 checks passed, 0 failed, 0 s"
-    assert said[5] == "verify: 5 of 5 cells, 7 checks passed, 3 failed, 0 s"
+    assert said[0] == "crossdock verify: 5 cells on 2 cpu ranks"
+    assert said[2] == "crossdock verify: 2 of 5 cells, 4 checks passed, 0 failed, 0 s"
+    assert said[5] == "crossdock verify: 5 of 5 cells, 7 checks passed, 3 failed, 0 s"
     assert len(list(in_lines(plan, done, every_s=60.0))) == len(plan.cells)
     assert len(capsys.readouterr().err.splitlines()) == 1
 

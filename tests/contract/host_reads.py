@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crossdock as cd
-from crossdock.ledger import DeviceLedger, HostCopy
+from crossdock.host_copy import HostCopy
+from crossdock.ledger import DeviceLedger
 
 # Methods that take values to the host. On a CPU no operator runs for them.
 _METHODS = {"tolist", "cpu", "numpy", "__array__", "__dlpack__", "__repr__"}

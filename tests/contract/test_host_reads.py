@@ -70,7 +70,7 @@ def test_a_read_of_the_host_is_seen_however_it_is_made(way: str, monkeypatch: py
 
 
 def test_a_copy_that_is_waited_for_at_once_is_seen(monkeypatch: pytest.MonkeyPatch):
-    assert reads_of_a_step(monkeypatch, "agree", lambda report: report.values()) == [EARLIER, FRESH]
+    assert reads_of_a_step(monkeypatch, "agree", lambda report: report.code) == [EARLIER, FRESH]
 
 
 @pytest.mark.parametrize("place", range(len(ON_THE_DEVICE)))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import crossdock as cd
 from crossdock import ledger as ledger_module
+from crossdock.host_copy import HostCopy
 from crossdock.ledger import OVERFLOWS
 from crossdock.testing import Seat, assert_bit_equal
 from tests.contract.conftest import On
@@ -591,7 +592,7 @@ def test_on_a_device_the_first_drop_is_told_without_a_wait(monkeypatch: pytest.M
         x, scores = torch.ones(NUM_TOKENS, 16), torch.ones(NUM_TOKENS, 2)
         at = SimpleNamespace(now=100.0, arrived=True)
         monkeypatch.setattr(ledger_module, "_now", lambda: at.now)
-        monkeypatch.setattr(ledger_module.HostCopy, "has_arrived", lambda _: at.arrived)
+        monkeypatch.setattr(HostCopy, "has_arrived", lambda _: at.arrived)
         layer = dispatcher.layer("moe")
         for batch in ("even", "hot"):
             layer.dispatch(x, scores, ids_of(batch))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import crossdock as cd
-from crossdock import ledger
+from crossdock.host_copy import HostCopy
 from crossdock.telemetry import figures
 from crossdock.testing import Problem, Seat
 from crossdock.testing.solving import forward
@@ -35,7 +35,7 @@ def bytes_of_layers(seat: Seat, trial: Problem) -> tuple[dict[str, list[int]], l
             forward(dispatcher.layer("looked at"), trial, seat.rank, seat.device)
         stats = dispatcher.stats()
     accounts = {
-        name: [layer.rows, layer.sent_rows_bytes, layer.buffer_bytes, layer.saved_bytes, layer.rows_bytes]
+        name: [layer.rows, layer.sent_rows_bytes, layer.last_rows_bytes, layer.saved_bytes, layer.received_rows_bytes]
         for name, layer in stats.layers.items()
     }
     return accounts, [stats.sent_rows_bytes, stats.sent_bytes]
@@ -62,7 +62,7 @@ def test_nothing_is_kept_where_the_experts_apply_the_scores():
             routed = dispatcher.dispatch(trial.x[0], trial.topk_scores[0], trial.topk_expert_ids[0])
             dispatcher.combine(routed.rows, routed.handle, apply_scores=apply_scores)
             account = dispatcher.stats().layers[""]
-            assert (account.buffer_bytes, account.saved_bytes) == (12 * ROW_BYTES, kept)
+            assert (account.last_rows_bytes, account.saved_bytes) == (12 * ROW_BYTES, kept)
 
 
 @pytest.mark.parametrize("settings", [{}, {"snapshot": True}, {"retry": True}], ids=["host", "device", "retry"])
@@ -91,7 +91,7 @@ def test_skipped_steps_belong_to_the_layers_that_lacked_rows(settings: dict[str,
 
 def test_without_a_wait_there_is_the_last_copy_that_has_come(monkeypatch: pytest.MonkeyPatch):
     arrived = [False]
-    monkeypatch.setattr(ledger.HostCopy, "has_arrived", lambda copy: arrived[0])
+    monkeypatch.setattr(HostCopy, "has_arrived", lambda copy: arrived[0])
     trial = trial_of((6,))
     with cd.TokenDispatcher(trial.config, backend="local") as dispatcher:
 

@@ -301,7 +301,7 @@ class Slow(nn.Module):
 @pytest.fixture
 def cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that is treated as GPUs are; `GroupedExperts` reads its counts there in every dtype."""
-    monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+    monkeypatch.setattr(moe_module, "_ASYNC_DEVICE_TYPES", frozenset({"cpu"}))
 
 
 @pytest.mark.parametrize("capacity", ["exact", "worst_case", "balanced", "calibrated", "rows"])
@@ -328,7 +328,7 @@ def test_experts_that_are_moved_later_are_refused_in_their_first_call(monkeypatc
     with cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as dispatcher:
         moe = make_moe(dispatcher)
         before = moe(x)
-        monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+        monkeypatch.setattr(moe_module, "_ASYNC_DEVICE_TYPES", frozenset({"cpu"}))
         calls = dispatcher.stats().calls
         with pytest.raises(cd.ConfigError, match=re.escape(WAITING.format("worst_case(1.0)"))):
             moe(x)
@@ -344,7 +344,7 @@ def test_a_compiler_refuses_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     with cd.TokenDispatcher(config(row_capacity=cd.RowCapacity.worst_case()), backend="local") as dispatcher:
         moe = make_moe(dispatcher)
         eager = moe(x)
-        monkeypatch.setattr(moe_module, "_WAITED_FOR", frozenset({"cpu"}))
+        monkeypatch.setattr(moe_module, "_ASYNC_DEVICE_TYPES", frozenset({"cpu"}))
         torch._dynamo.reset()
         compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
         assert_bit_equal(compiled(x), eager)

@@ -7,7 +7,6 @@ elsewhere the headers travel beside the rows and the watch reads them when a wai
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +18,8 @@ from ..group.faults import TransportFault
 from ..group.gloo import OwnGloo, first_line
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
-from .wire import LEAST_S, CallClock, Finish, Wire, WireTransport
+from .call_clock import CallClock
+from .wire import Finish, Wire, WireTransport
 
 
 class GlooWire(Wire):
@@ -55,24 +55,24 @@ class GlooWire(Wire):
         return self._all_to_all(out, rows.contiguous(), arriving, leaving)
 
     def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> Finish:
-        until = time.monotonic() + self._clock.left_s()
-        with self._translated(until):
+        deadline = self._clock.deadline()
+        with self._translated(deadline):
             work = self._own.group.alltoall_base(out, rows, arriving, leaving, dist.AllToAllOptions())
 
         def finish() -> None:
-            with self._translated(until):
+            with self._translated(deadline):
                 # Gloo waits for one peer after the other, each time for up to its limit: the sum is bounded here.
-                work.wait(timedelta(seconds=max(until - time.monotonic(), LEAST_S)))
+                work.wait(timedelta(seconds=self._clock.left_s(deadline)))
 
         return finish
 
     @contextmanager
-    def _translated(self, until: float) -> Iterator[None]:
+    def _translated(self, deadline: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            expired = time.monotonic() >= until
-            late = f"an exchange did not finish within {self._timeout_s:g} s"
+            expired = self._clock.is_over(deadline)
+            late = f"the exchanges of a call did not finish within {self._timeout_s:g} s"
             raise TransportFault(late if expired else first_line(error), expired=expired) from error
 
     def abandon(self) -> None:
@@ -94,6 +94,9 @@ class AllToAllBackend(Backend):
         multi_node=True,
         needs="torch.distributed with Gloo (CPU) or NCCL (GPU)",
     )
+
+    def workspace_bytes(self, spec: TransportSpec) -> int:
+        return 0
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.transport not in ("gloo", "nccl", "none"):

@@ -344,7 +344,7 @@ class Backend(ABC):
         return ""
 
     def workspace_bytes(self, spec: TransportSpec) -> int | None:
-        """Bytes of `Transport.workspace_bytes` that opening with this spec would take; None: none known beforehand."""
+        """What `Transport.workspace_bytes` would be if it were opened with this spec; None: not known beforehand."""
         return None
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:

@@ -97,6 +97,9 @@ class LocalBackend(Backend):
         devices=frozenset({"cpu", "cuda"}), dtypes=frozenset(SUPPORTED_DTYPES), row_capacities=EVERY_ROW_CAPACITY
     )
 
+    def workspace_bytes(self, spec: TransportSpec) -> int:
+        return 0
+
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.size > 1:
             return f"it serves one rank, and this group has {group.size}"

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..group.faults import TransportFault
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
-from .wire import CallClock, Finish, Wire, WireTransport, nothing
+from .call_clock import CallClock
+from .wire import Finish, Wire, WireTransport, nothing
 
 
 @dataclass
@@ -150,7 +151,7 @@ class LoopbackWire(Wire):
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
         parts = [part.clone() for part in rows.split(leaving)]
-        came = self._board.swap(self.rank, self._round, parts, self._clock.left_s())
+        came = self._board.swap(self.rank, self._round, parts, self._clock.left_s(self._clock.deadline()))
         self._round += 1
         for place, part in zip(out.split(arriving), came, strict=True):
             place.copy_(part)
@@ -168,6 +169,9 @@ class LoopbackBackend(Backend):
         ranks_share_gpus=True,
         needs="a crossdock.testing.LoopbackGroup",
     )
+
+    def workspace_bytes(self, spec: TransportSpec) -> int:
+        return 0
 
     def refusal(self, spec: TransportSpec, group: GroupFacts) -> str | None:
         if group.transport != "in_process":

@@ -11,7 +11,6 @@ this rank last ("table order"), so that one slice of the table is what the wire 
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -26,8 +25,6 @@ from ..rows import gather_gradient, gather_rows, poisoned, reduce_rows
 from .base import Call, Demand, Layout, NewSize, Received, Traffic, Transport, TransportSpec, Weights
 from .wire_layout import BAD_IDS, COUNTS, Counts, Sent, WireLayout, dropped_behind, make_planner
 
-_LATE_ROWS_S = 2.0
-LEAST_S = 0.01
 Finish = Callable[[], None]  # waits until a started swap has filled its output
 _HIGH = 1 << 32  # two counts in one word of a header
 
@@ -42,27 +39,6 @@ def _told(sent: int, arrived: int, slots_sent: int, slots_arrived: int) -> tuple
     What it tells of itself is the same the other way round.
     """
     return sent + slots_sent * _HIGH, arrived + slots_arrived * _HIGH
-
-
-class CallClock:
-    """Bounds the exchanges of one call together, which come one after the other: a rank may stop between two of them.
-
-    The first has all of `timeout_s`. Later ones have what is left of it, and a little more, for the rows of a rank that
-    came at the last moment.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._number, self._until = timeout_s, -2, 0.0
-
-    def enter(self, number: int) -> None:
-        """The exchanges of this call begin, unless they have."""
-        if number != self._number:
-            self._number, self._until = number, time.monotonic() + self._timeout_s
-
-    def left_s(self) -> float:
-        """Seconds that the next exchange may take."""
-        left = self._until + _LATE_ROWS_S - time.monotonic()
-        return max(min(left, self._timeout_s), LEAST_S)
 
 
 class Wire(ABC):

@@ -46,9 +46,6 @@ app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 
-_NOT_TAKEN = {errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF}
-
-
 def main() -> None:
     """Run the command that was typed; where nobody takes what it prints, a sentence says so."""
     try:
@@ -58,9 +55,20 @@ def main() -> None:
             if sys.stdout is not None:  # as it is where it was closed
                 sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in _NOT_TAKEN:
+        if not _is_stdout_broken():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter still has of it
         if error.errno != errno.EPIPE:  # as of `| head`, which has seen enough
             print(f"crossdock: the output could not be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
+
+
+def _is_stdout_broken() -> bool:
+    """Whether it takes nothing, which only another attempt can tell."""
+    if sys.stdout is None:
+        return False
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False

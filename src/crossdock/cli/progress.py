@@ -45,7 +45,7 @@ def bar(console: Console, shown: bool = True) -> Progress:
 
 def say(command: str, text: str) -> None:
     """A line of its own."""
-    print(f"{command}: {text}", file=sys.stderr, flush=True)
+    print(f"crossdock {command}: {text}", file=sys.stderr, flush=True)
 
 
 class _Bar:

@@ -9,8 +9,8 @@ from ..errors import ConfigError, InvalidInput
 from ..types import check_positive_int
 from .grouped import grouped_product, reads_counts_on_host, silu_by_expert
 
-_EXPERT_BITS = 20  # of a seed for one expert: below them stands its global id
-_SEEDS = 1 << (63 - _EXPERT_BITS)
+_EXPERT_BITS = 20  # the low bits of one expert's seed: its global id
+_NUM_SEEDS = 1 << (63 - _EXPERT_BITS)
 
 
 class GroupedExperts(nn.Module):
@@ -70,8 +70,8 @@ class GroupedExperts(nn.Module):
         Raises:
             ConfigError: a seed that is negative, or too large to be shifted.
         """
-        if seed is not None and not 0 <= seed < _SEEDS:
-            raise ConfigError(f"seed must lie in 0..{_SEEDS - 1}, got {seed}")
+        if seed is not None and not 0 <= seed < _NUM_SEEDS:
+            raise ConfigError(f"seed must lie in 0..{_NUM_SEEDS - 1}, got {seed}")
         for expert in range(self.num_local_experts):
             # Drawn on the CPU in float32, so that an expert starts with the same numbers on every device.
             # The shift keeps the experts of layers with neighbouring seeds apart.

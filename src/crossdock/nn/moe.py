@@ -18,7 +18,7 @@ from .experts import GroupedExperts
 ScorePlacement = Literal["after", "inside"]
 
 # Types of devices that a host has to wait for before it can read a number.
-_WAITED_FOR = frozenset({"cuda"})
+_ASYNC_DEVICE_TYPES = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class MoE(nn.Module):
         )
         y = moe(x)
 
-    The layer keeps no state between calls and compiles with `fullgraph=True`. Under `RowCapacity.exact()` dispatch
+    The layer keeps nothing of a call and compiles with `fullgraph=True`. Under `RowCapacity.exact()` dispatch
     waits for its counts. Under the other kinds a call on a GPU waits for nothing (but to calibrate) unless its experts
     do, and those that say so are refused: whose attribute `reads_counts_on_host` is True, as that of `GroupedExperts`
     is in some dtypes and widths. They are refused when the layer is made if their weights are on a GPU by then, in the
@@ -89,8 +89,8 @@ class MoE(nn.Module):
         self.routing = routing
         self.score_placement = score_placement
         self.shared_expert = shared_expert
-        self._admitted_to: DispatchLayer | None = None  # the layer for which the experts are known not to wait
-        self._admit_experts(None)
+        self._checked_layer: DispatchLayer | None = None  # the layer for which the experts are known not to wait
+        self._check_experts(None)
 
     def forward(
         self,
@@ -113,8 +113,12 @@ class MoE(nn.Module):
             ConfigError: experts that would wait for counts, see the class.
         """
         # The compiler's word comes first: what is behind it would be a guard of the compiled code.
-        if not torch.compiler.is_compiling() and self._admitted_to is not self.layer and x.device.type in _WAITED_FOR:
-            self._admit_experts(x.device)
+        if (
+            not torch.compiler.is_compiling()
+            and self._checked_layer is not self.layer
+            and x.device.type in _ASYNC_DEVICE_TYPES
+        ):
+            self._check_experts(x.device)
         if x.shape[-1] != self.router.in_features:
             raise InvalidInput(f"x must be [..., {self.router.in_features}], as the router takes, got {list(x.shape)}")
         tokens = x.reshape(-1, x.shape[-1]).contiguous()  # strides would change the router's bits
@@ -130,7 +134,7 @@ class MoE(nn.Module):
         out = out.reshape(x.shape)
         return MoEResult(out, routing, routed.tokens_per_expert) if return_routing else out
 
-    def _admit_experts(self, rows_device: torch.device | None) -> None:
+    def _check_experts(self, rows_device: torch.device | None) -> None:
         """Refuse experts that make calls on a GPU wait for counts; admit those whose calls there are known not to.
 
         Neither where weights are not of the rows' dtype, or on a CPU: something is yet to cast or move them, for good
@@ -151,8 +155,8 @@ class MoE(nn.Module):
                 " reads_counts_on_host is False (GroupedExperts: bfloat16, multiples of 8, compute capability 9 or 10),"
                 " or take row_capacity exact()"
             )
-        if device.type in _WAITED_FOR:
-            self._admitted_to = self.layer
+        if device.type in _ASYNC_DEVICE_TYPES:
+            self._checked_layer = self.layer
 
     def _route(self, tokens: Tensor, token_mask: Tensor | None) -> Routing:
         masked: dict[str, Any] = {} if token_mask is None else {"token_mask": token_mask.reshape(-1)}
@@ -168,7 +172,7 @@ def waits_for_counts(device_type: str, row_capacity_kind: str, reads_on_host: bo
     >>> [waits_for_counts(*case) for case in (("cuda", "rows", True), ("cuda", "exact", True), ("cpu", "rows", True))]
     [True, False, False]
     """
-    return device_type in _WAITED_FOR and row_capacity_kind != "exact" and reads_on_host
+    return device_type in _ASYNC_DEVICE_TYPES and row_capacity_kind != "exact" and reads_on_host
 
 
 def _dispatcher_of(layer: DispatchLayer) -> TokenDispatcher | None:

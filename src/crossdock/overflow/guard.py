@@ -19,7 +19,7 @@ from ..opened import OpenDispatcher
 from ..types import RowCapacity, check_positive_int
 from .agree import Agreement, come_to
 from .apply import Stepper
-from .report import Report
+from .report import DROPPED, Report
 from .rng import RngState
 from .scaler import ScalerState
 from .sizing import Shrinking, Sizer
@@ -153,7 +153,7 @@ class OverflowGuard:
         report, skip, runs = self._agree(str(self._steps)), None, 1
         if self._reads_host:
             skip = self._take(report)
-            while skip and start is not None and report.values()[0] == 1:
+            while skip and start is not None and report.code == DROPPED:
                 runs += 1
                 loss, report = self._run_again(closure, start, runs)
                 skip = self._take(report)
@@ -173,10 +173,16 @@ class OverflowGuard:
         """Whether `step` was ever called."""
         return self._steps > 0 or self._fault is not None
 
-    def num_skipped(self, *, wait: bool = True) -> int:
-        """Steps that were not applied; waits for the device, or leaves out a step of which nothing has come yet."""
+    def num_skipped(self) -> int:
+        """Steps that were not applied; waits for the device."""
+        return self._skipped + self.has_skipped_unread(wait=True)
+
+    def has_skipped_unread(self, *, wait: bool) -> bool:
+        """Whether the last step was not applied, and the host has not read that yet; without a wait it may not know."""
         report = self._unread
-        return self._skipped + (report is not None and (wait or report.has_arrived()) and report.values()[0] > 0)
+        if report is None or not (wait or report.has_arrived()):
+            return False
+        return report.code > 0
 
     def stats(self) -> GuardStats:
         """What it has done so far; waits for the device."""
@@ -241,9 +247,7 @@ class OverflowGuard:
 
     def _take(self, report: Report) -> bool:
         """Read a report on the host and fit capacities; whether its step is truncated."""
-        code, *words = report.values()
-        skipped, grown = code > 0, 0
-        parts = report.split(words)
+        skipped, grown, parts = report.code > 0, 0, report.of_dispatchers
         for sizer, part in zip(self._sizers, parts, strict=True):
             resized = sizer.fit(part)
             grown += resized.grown
@@ -257,9 +261,9 @@ class OverflowGuard:
 
     def _count_skipped(self, report: Report) -> None:
         self._skipped += 1
-        parts = report.split(report.values()[1:])
+        parts = report.of_dispatchers
         for opened, sizer, part in zip(self._opened, self._sizers, parts, strict=True):
-            opened.accounts.note_skipped(sizer.dropping(part))
+            opened.statistics.note_skipped(sizer.dropping(part))
 
     def _read_late(self) -> None:
         if self._unread is not None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ledger import HostCopy
+from ..host_copy import HostCopy
+
+DROPPED, GIVEN_UP = 1, 2  # why a step is truncated: rows were dropped, or a call was given up
 
 
 class Report:
-    """Of one step.
+    """What a guard decides by.
+
+    Args:
+        code: `[1]` int64 on the device: 0, `DROPPED` or `GIVEN_UP`.
+        news: by dispatcher, what `Ledger.take` gave, the largest of all ranks.
 
     Attributes:
         flag: float32 without dimensions, on the device: 1 where the step is truncated.
@@ -20,15 +26,18 @@ class Report:
         self._sizes = [len(part) for part in news]
         self._copy = HostCopy(torch.cat([code, *news]))
 
-    def values(self) -> list[int]:
-        """1 (rows were dropped) or 2 (a call was given up), then every dispatcher's words; waits for the device."""
-        return self._copy.values()
-
     def has_arrived(self) -> bool:
-        """Whether `values` would not wait."""
+        """Whether the others would not wait."""
         return self._copy.has_arrived()
 
-    def split(self, words: list[int]) -> list[list[int]]:
-        """Every dispatcher's words."""
+    @property
+    def code(self) -> int:
+        """`code`; waits for the device."""
+        return int(self._copy.values()[0])
+
+    @property
+    def of_dispatchers(self) -> list[list[int]]:
+        """`news`; waits for the device."""
+        words = self._copy.values()[1:]
         ends = [sum(self._sizes[: i + 1]) for i in range(len(self._sizes))]
         return [words[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]

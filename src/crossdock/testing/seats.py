@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from typing import Any, Protocol, TypeVar
 
@@ -71,7 +72,7 @@ class Seat:
         """A group of some ranks, in that order; of all without `ranks`. None if this rank is not in it. Collective."""
         return self.groups.of(tuple(range(self.size) if ranks is None else ranks), self.rank)
 
-    @property
+    @cached_property
     def traits(self) -> BackendTraits:
         """Of the backend."""
         return traits_of(self.backend)

@@ -25,7 +25,7 @@ from .routings import ROUTINGS, Routing, routing_table
 HIDDEN_DIM = 40  # a multiple of 8, not of 16; more where a backend's rows must be wider
 TIMEOUT_S = 20.0
 MAX_TOKENS = 16
-_TWICE, _BITS = "a token names an expert twice", "a product's bits depend on the row order"
+_TWICE, _ORDER_MATTERS = "a token names an expert twice", "a product's bits depend on the row order"
 
 
 class NotOffered(Exception):
@@ -87,8 +87,8 @@ class Workload:
         return dataclasses.replace(
             self,
             hidden_dim=-(-self.hidden_dim // traits.hidden_multiple) * traits.hidden_multiple,
-            distinct_experts=not traits.duplicate_experts,
-            ordered_rows=traits.ordered_rows,
+            distinct_experts=self.distinct_experts or not traits.duplicate_experts,
+            ordered_rows=self.ordered_rows and traits.ordered_rows,
         )
 
     def missing_trait(self, traits: BackendTraits, device_type: str) -> str | None:
@@ -103,17 +103,17 @@ class Workload:
             (
                 "duplicate_experts",
                 traits.duplicate_experts or not self.repeats_experts,
-                "a token names an expert twice",
+                _TWICE,
             ),
             ("max_top_k", traits.max_top_k is None or config.top_k <= traits.max_top_k, f"top_k is {config.top_k}"),
             ("hidden_multiple", self.hidden_dim % traits.hidden_multiple == 0, f"hidden_dim is {self.hidden_dim}"),
-            ("ordered_rows", traits.ordered_rows or self.experts != "swiglu", _BITS),
+            ("ordered_rows", traits.ordered_rows or self.experts != "swiglu", _ORDER_MATTERS),
         )
         return next((f"{name}: {why}" for name, offered, why in wants if not offered), None)
 
     @property
     def seed(self) -> int:
-        """A number of this workload alone."""
+        """A number of these choices; a fitted workload draws by the same one."""
         choices = {name: getattr(self, name) for name in ("ep_size", *FACTORS)}
         return int.from_bytes(hashlib.sha256(repr(sorted(choices.items(), key=str)).encode()).digest()[:4], "little")
 

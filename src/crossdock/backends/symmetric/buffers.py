@@ -35,7 +35,8 @@ def inbox_buffers(spec: TransportSpec) -> list[BufferSpec]:
         return []
     tokens, top_k, halves = spec.num_max_tokens_per_rank, spec.top_k, (2, spec.ep_size)
     hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
-    shares = (tokens, hidden_dim) if spec.reduction == "fast" else (1, 8)  # `exact` combines slot by slot, without them
+    # `exact` combines slot by slot, without shares: these buffers are a formality then.
+    shares = (tokens, hidden_dim) if spec.reduction == "fast" else (1, 1)
     return [
         BufferSpec("inbox_rows", (*halves, tokens, hidden_dim), spec.dtype),
         BufferSpec("inbox_places", (*halves, tokens, top_k), torch.int32),

@@ -29,8 +29,8 @@ from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import SmallGroups, launch_dispatch_small
 from ...kernels.weigh import Weighed, launch_weigh_rows
+from ...layer_counters import LayerCounters
 from ...memory.workspace import Workspace, most_bytes
-from ...pages import LayerPages
 from ...rows import new_rows
 from ..base import Call, Demand, Layout, Link, NewSize, Received, Traffic, Transport, TransportSpec, Weights
 from .buffers import buffers_of, inbox_buffers, refuse_too_large
@@ -74,7 +74,7 @@ class SymmetricTransport(Transport):
         self._staging = Staging(self.workspace.own["staging"], self.workspace.table["staging"], self.plan.chunk_len)
         self._slips = Slips(self.workspace.own["slips"], self.workspace.table["slips"])
         self._host_syncs = 0
-        self._sent_rows = LayerPages(1, device)
+        self._sent_rows = LayerCounters(1, device)
         self._sent_other_bytes = 0
 
     # -- the operations ----------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class SymmetricTransport(Transport):
 
     def _sent_by(self, call: Call) -> torch.Tensor:
         """`[1]` int64: where the rows are counted that a call's layer sends to other ranks."""
-        return self._sent_rows.row(call.facts.layer)[1]
+        return self._sent_rows.of(call.facts.layer)[1]
 
     def _bound(self, call: Call) -> int:
         """S: what this rank knows of every rank's T without asking."""

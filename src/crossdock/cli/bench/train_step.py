@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
 _STEPS = {"cuda": 20, "cpu": 8}
 _FACTOR = 1.5
+_COMMAND = "bench train-step"
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROUTINGS: tuple[RoutingKind, ...] = ("dynamic", "static")
 
@@ -110,7 +111,7 @@ def train_step(
     try:
         place = place_of(device, ranks)
         sizes, routings = _checked(own, routing, dynamic_factor, steps, runs, json, place)
-        with ranks_at(place) as (call, reports), stages("train-step", reports) as told:
+        with ranks_at(place) as (call, reports), stages(_COMMAND, reports) as told:
             told.expect(2 * runs * len(routings))
             chosen, experts_wait = call(_backend, sizes, backend), call(_experts_wait, sizes, place.device_type)
             if reports and factor is not None and "static" in routings:
@@ -118,8 +119,6 @@ def train_step(
             start, pairs = time.monotonic(), []
             for each in routings:
                 pairs.append(_measure(call, told, sizes, each, chosen, dynamic_factor, place, steps, runs))
-                if reports:
-                    _print(_table(sizes, place, pairs[-1], experts_wait))
             seconds = time.monotonic() - start
     except KeyboardInterrupt:
         print("interrupted; all ranks have ended", file=sys.stderr)
@@ -127,6 +126,8 @@ def train_step(
     except (CrossdockError, RanksFailed) as failure:
         _say(str(failure))
         raise typer.Exit(_FAILED if isinstance(failure, RanksFailed) else _WRONG_VALUE) from None
+    for pair in pairs if reports else ():
+        _print(_table(sizes, place, pair, experts_wait))
     if reports and json is not None:
         json.write_text(json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n")
     raise typer.Exit(0 if all(pair.same_bits for pair in pairs) else _FAILED)
@@ -137,7 +138,9 @@ _OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "-
 
 
 def _say(sentence: str) -> None:
-    print(f"crossdock bench train-step: {sentence}", file=sys.stderr)
+    from ..progress import say
+
+    say(_COMMAND, sentence)
 
 
 def _checked(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .settings import Job
 
 _WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
-_MOST_SEED = 2**32 - 1
+_MOST_SEED = 2**32 - 1  # times some thousand it still is a seed of torch's
 _ONE_PROCESS = {"local", "loopback"}  # every proof has ranks in several
 _REFUSALS = {"ConfigError", "BackendUnavailable", "InvalidInput"}
 

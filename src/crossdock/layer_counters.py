@@ -1,4 +1,4 @@
-"""Words of a device by layer, in memory that never moves, since graphs have its addresses."""
+"""Counters on a device, by layer, in memory that never moves, since graphs have its addresses."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from .errors import ContractViolation
 _LAYERS_PER_PAGE = 128
 
 
-class LayerPages:
-    """A row of `width` int64 words for every layer that has asked for one, at first zeros.
+class LayerCounters:
+    """`width` int64 words for every layer that has asked for them, at first zeros.
 
-    All rows begin at multiples of 16 bytes, so that a kernel is compiled once for all of them.
-
-    Attributes:
-        pages: `[128, width or one more]` each: the rows, and such as nobody has asked for yet.
+    Every layer's begin at a multiple of 16 bytes, so that a kernel is compiled once for all of them.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._width, self._device = width, device
-        self.pages = [self._new_page()]
+        self._pages = [self._new_page()]
         self._rows: dict[str, tuple[int, Tensor]] = {}
 
-    def row(self, layer: str) -> tuple[int, Tensor]:
-        """A layer's place and its row, `[width]`.
+    def of(self, layer: str) -> tuple[int, Tensor]:
+        """A layer's place and its words, `[width]`.
 
         Raises:
             ContractViolation: it is the first of a new page, which cannot be made inside a capture.
         """
         return self._rows.get(layer) or self._add(layer)
 
+    def __contains__(self, layer: str) -> bool:
+        return layer in self._rows
+
     @property
     def layers(self) -> list[str]:
-        """All that have a row, by place."""
+        """All that have words, by place."""
         return list(self._rows)
 
     def words(self) -> Tensor:
-        """A copy of all rows by place, `[num_layers, width]`."""
-        return torch.cat(self.pages)[: len(self._rows), : self._width]
+        """A copy of all of them by place, `[num_layers, width]`."""
+        return torch.cat(self._pages)[: len(self._rows), : self._width]
+
+    def zero(self, words: slice) -> None:
+        """Begin these words of every layer anew."""
+        for page in self._pages:
+            page[:, words].zero_()
 
     def _add(self, layer: str) -> tuple[int, Tensor]:
         place = len(self._rows)
-        if place >= _LAYERS_PER_PAGE * len(self.pages):
+        if place >= _LAYERS_PER_PAGE * len(self._pages):
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise ContractViolation(
                     f"layer {layer!r} is the first of more than {place} in this dispatcher and cannot be met inside a"
                     " capture: dispatch once from it before"
                 )
-            self.pages.append(self._new_page())
-        page = self.pages[place // _LAYERS_PER_PAGE]
+            self._pages.append(self._new_page())
+        page = self._pages[place // _LAYERS_PER_PAGE]
         self._rows[layer] = place, page[place % _LAYERS_PER_PAGE, : self._width]
         return self._rows[layer]
 
