@@ -66,6 +66,11 @@ def build_layer(dispatcher: cd.TokenDispatcher) -> MoE:
     return MoE(dispatcher.layer("moe"), router, experts, routing=functools.partial(softmax_topk, top_k=TOP_K))
 
 
+def grad_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None, "no loss has come to it"
+    return tensor.grad
+
+
 def sharded(rank: int, num_experts: int) -> Result:
     """On each of the two ranks: its own tokens, half of the experts."""
     x = tokens_of(rank)
@@ -74,7 +79,7 @@ def sharded(rank: int, num_experts: int) -> Result:
         found = layer(x, return_routing=True)
         found.out.square().sum().backward()
         counts, sent = found.tokens_per_expert.tolist(), dispatcher.stats().sent_bytes
-    return Result(found.out.detach(), x.grad, layer.experts.down_proj.grad, counts, sent)
+    return Result(found.out.detach(), grad_of(x), grad_of(layer.get_parameter("experts.down_proj")), counts, sent)
 
 
 def alone(num_experts: int) -> Result:
@@ -93,8 +98,8 @@ def alone(num_experts: int) -> Result:
 
         out.square().sum().backward()
         counts, sent = routed.tokens_per_expert.tolist(), dispatcher.stats().sent_bytes
-    x_grad = torch.cat([part.grad for part in parts])
-    return Result(out.detach(), x_grad, layer.experts.down_proj.grad, counts, sent)
+    x_grad = torch.cat([grad_of(part) for part in parts])
+    return Result(out.detach(), x_grad, grad_of(layer.get_parameter("experts.down_proj")), counts, sent)
 
 
 def same_bits(name: str, parts: list[Tensor], whole: Tensor) -> None:

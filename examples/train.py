@@ -34,6 +34,8 @@ BIAS_SPEED = 0.01
 class BalancedRouting(nn.Module):
     """Sigmoid top-k whose selection is biased towards experts that had little load."""
 
+    bias: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bias", torch.zeros(NUM_EXPERTS))
@@ -68,9 +70,10 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        query, key, value = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
 
 
 class Model(nn.Module):
@@ -92,7 +95,7 @@ class Model(nn.Module):
         return self.head(self.norm(x)), loads
 
     def expert_parameters(self) -> set[nn.Parameter]:
-        return {parameter for block in self.blocks for parameter in block.moe.experts.parameters()}
+        return {parameter for name, parameter in self.named_parameters() if ".moe.experts." in name}
 
 
 def average_gradients(model: Model) -> None:
@@ -103,6 +106,7 @@ def average_gradients(model: Model) -> None:
     """
     experts = model.expert_parameters()
     for parameter in model.parameters():
+        assert parameter.grad is not None, "no loss has come to it"
         if parameter not in experts:
             dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -112,8 +116,8 @@ def balance(model: Model, loads: list[Tensor]) -> float:
     """Move every layer's selection bias; return the busiest expert's load as a multiple of the mean."""
     total = torch.stack(loads)
     dist.all_reduce(total)
-    for block, load in zip(model.blocks, total, strict=True):
-        bias = block.moe.routing.bias
+    for index, load in enumerate(total):
+        bias = model.get_buffer(f"blocks.{index}.moe.routing.bias")
         bias.copy_(update_bias(bias, load, BIAS_SPEED))
     return float((total.amax(1) / total.float().mean(1)).mean())
 

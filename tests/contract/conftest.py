@@ -11,6 +11,8 @@ from tests.conftest import Ranks
 
 # backend -> group sizes of its contract tests. A new backend is a new row.
 BACKENDS = {"local": (1,), "loopback": (1, 2, 4), "all_to_all": (1, 2, 4), "symmetric": (2,)}
+# Further sizes, for the tests alone that ask for them: there the kernels are interpreted, which takes long.
+FURTHER = {"symmetric": (4,)}
 IN_THREADS = ("local", "loopback")
 
 # Lent as the type of the `on` fixture: `on("all_to_all", 4)` calls functions on 4 ranks.
@@ -27,7 +29,11 @@ def on(ranks: Ranks) -> On:
     return runner
 
 
-def every_backend(*ep_sizes: int) -> pytest.MarkDecorator:
-    """Run a test with `backend` and `ep_size` for every backend that has some of these sizes; all without any."""
-    pairs = [(name, size) for name, sizes in BACKENDS.items() for size in sizes if not ep_sizes or size in ep_sizes]
+def every_backend(*ep_sizes: int, further: bool = False) -> pytest.MarkDecorator:
+    """Run a test with `backend` and `ep_size` for every backend that has some of these sizes; all without any.
+
+    With `further` on those too that have them among their further sizes.
+    """
+    sizes_of = {name: (*sizes, *(FURTHER.get(name, ()) if further else ())) for name, sizes in BACKENDS.items()}
+    pairs = [(name, size) for name, sizes in sizes_of.items() for size in sizes if not ep_sizes or size in ep_sizes]
     return pytest.mark.parametrize(("backend", "ep_size"), pairs, ids=[f"{name}-{size}" for name, size in pairs])

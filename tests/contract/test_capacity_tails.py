@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from crossdock.backends.base import Call, Link, TransportSpec
 from crossdock.group.fingerprint import CallFacts
 from crossdock.group.members import Members
 from crossdock.nn import GroupedExperts
-from crossdock.testing import Seat, assert_bit_equal
+from crossdock.testing import Problem, Seat, assert_bit_equal
+from crossdock.testing.solving import solve
 from tests.contract.conftest import On, every_backend
-from tests.contract.trials import make_config
+from tests.contract.trials import integers, make_config, problem, random_ids
 
 HIDDEN_DIM = 16
 
@@ -53,6 +55,37 @@ def test_a_single_local_expert_keeps_out_of_the_spare_rows(on: On, backend: str,
 def test_spare_rows_are_not_booked_on_the_last_expert(on: On, backend: str, ep_size: int):
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]).view(8, 1)
     assert on(backend, ep_size)(tail_stays_out, ids, 4, 64) == [[6, 10], [0, 0]]
+
+
+def cut_short(seat: Seat, trial: Problem) -> dict[str, Tensor]:
+    """All results of a forward and backward that lacked rows; of rows, those that carry a token."""
+    with seat.open(trial.config) as dispatcher:
+        if seat.backend == "symmetric":
+            assert dispatcher._open.transport.plan.small == 0  # type: ignore[attr-defined]
+        outcome = solve(dispatcher, trial, seat.rank, seat.device)
+        assert dispatcher.stats().layers[""].overflows == 1
+    by_row = {name: getattr(outcome, name)[outcome.row_valid] for name in ("rows", "scores", "grad_rows")}
+    others = ("tokens_per_expert", "expert_offsets", "row_valid", "out", "grad_x", "grad_scores")
+    return by_row | {name: getattr(outcome, name) for name in others}
+
+
+@pytest.mark.parametrize(
+    ("settings", "strided"),
+    [
+        ({"row_capacity": cd.RowCapacity.rows(12), "reduction": "fast"}, False),
+        ({"row_capacity": cd.RowCapacity.rows(12), "reduction": "exact", "expert_alignment": 4}, False),
+        ({"row_capacity": cd.RowCapacity.worst_case(0.25), "reduction": "exact", "dtype": torch.bfloat16}, True),
+    ],
+    ids=["rows, fast", "rows, exact", "a fraction, exact"],
+)
+def test_the_kernels_of_large_batches_drop_what_all_to_all_drops(on: On, settings: dict[str, Any], strided: bool):
+    """Every sum is exact, those of the scores' gradients too, so that their order does not matter."""
+    config = make_config(8, 3, HIDDEN_DIM, num_max_tokens_per_rank=600, on_overflow="drop", **settings)
+    trial = integers(problem(config, random_ids((9, 7), 3, 8))).replace(strided=strided)
+    found, wanted = (on(backend, 2)(cut_short, trial) for backend in ("symmetric", "all_to_all"))
+    for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for name, tensor in mine.items():
+            assert_bit_equal(tensor, theirs[name], f"{name} on rank {rank}")
 
 
 def facts_of_a_call(seat: Seat) -> list[int]:

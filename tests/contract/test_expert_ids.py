@@ -103,7 +103,7 @@ def test_all_tokens_of_all_ranks_to_one_rank(on: On, backend: str, ep_size: int,
     assert [outcome.tokens_per_expert.tolist() for outcome in outcomes] == [[0, 0], [0, 0], counts, [0, 0]]
 
 
-@every_backend(4)
+@every_backend(4, further=True)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 7), (12, 7), (4, 4), (20, 6)])
 def test_more_slots_than_local_experts(on: On, backend: str, ep_size: int, num_experts: int, top_k: int):
     config = make_config(num_experts, top_k, 48, dtype=torch.bfloat16)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import resource
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,37 +34,6 @@ def many_at_once(seat: Seat, trial: Problem, count: int) -> None:
 def test_many_dispatchers_at_once(on: On, backend: str, ep_size: int):
     count = 6 if backend == "symmetric" else 16  # whose kernels are interpreted
     on(backend, 2)(many_at_once, problem(make_config(4, 2), random_ids((4, 4), 2, 4)), count)
-
-
-def opened_again_and_again(seat: Seat, trial: Problem, times: int, close: bool) -> tuple[int, int, int]:
-    """Growth of open files, threads and resident bytes over the later half of the openings."""
-
-    def resources() -> tuple[int, int, int]:
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * resource.getpagesize()
-
-    before = (0, 0, 0)
-    for time_number in range(times):
-        if time_number == times // 2:
-            before = resources()
-        dispatcher = seat.open(trial.config)
-        solve(dispatcher, trial, seat.rank, seat.device)
-        if close:
-            dispatcher.close()
-        del dispatcher
-    after = resources()
-    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
-def test_opening_and_closing_leaks_nothing(on: On, close: bool):
-    trial = problem(make_config(4, 2), random_ids((4, 4), 2, 4))
-    for files, threads, grown_bytes in on("all_to_all", 2)(opened_again_and_again, trial, 60, close):
-        assert files <= 2
-        assert threads <= 1
-        assert grown_bytes < 8 << 20
 
 
 def ends_without_close(rank: int, trial: Problem, order: str) -> str:

@@ -275,6 +275,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = 
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch 2.14's own transforms do
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_are_refused(alone: cd.TokenDispatcher, transform: str):
     x, scores, ids = inputs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -40,13 +40,15 @@ def repeated_deterministically(seat: Seat, trial: Problem, repeats: int) -> None
         repeated(seat, trial, repeats)
 
 
+@pytest.mark.parametrize("repeats", [5, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("backend", "ep_size"), [("local", 1), ("all_to_all", 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("run", [repeated, repeated_deterministically])
-def test_every_run_has_the_same_bits(on: On, backend: str, ep_size: int, run: object):
-    config = make_config(16, 8, 256, dtype=torch.bfloat16, num_max_tokens_per_rank=512)
-    trial = problem(config, random_ids((128,) * ep_size, 8, 16))
-    assert callable(run)
-    on(backend, ep_size)(run, trial, 5)
+def test_every_run_has_the_same_bits(
+    on: On, backend: str, ep_size: int, dtype: torch.dtype, run: Callable[..., None], repeats: int
+):
+    config = make_config(16, 8, 256, dtype=dtype, num_max_tokens_per_rank=512)
+    on(backend, ep_size)(run, problem(config, random_ids((512,) * ep_size, 8, 16)), repeats)
 
 
 def solved(seat: Seat, trial: Problem) -> dict[str, Tensor]:
@@ -56,21 +58,34 @@ def solved(seat: Seat, trial: Problem) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-@pytest.mark.parametrize("ep_size", [2, 4])
-def test_backends_agree_to_the_bit(on: On, ep_size: int, reduction: str):
-    config = make_config(32, 8, 128, dtype=torch.bfloat16, num_max_tokens_per_rank=257, reduction=reduction)
-    ids = random_ids((257,) * ep_size, 8, 32)
+@pytest.mark.parametrize(
+    ("backend", "ep_size", "num_tokens", "hidden_dim"),
+    [("all_to_all", 2, 257, 512), ("all_to_all", 4, 257, 512), ("symmetric", 2, 33, 64)],
+)
+def test_backends_agree_to_the_bit(
+    on: On, backend: str, ep_size: int, num_tokens: int, hidden_dim: int, reduction: str
+):
+    config = make_config(32, 8, hidden_dim, dtype=torch.bfloat16, num_max_tokens_per_rank=257, reduction=reduction)
+    ids = random_ids((num_tokens,) * ep_size, 8, 32)
     for part in ids:
         part[torch.rand(part.shape, generator=torch.Generator().manual_seed(3)) < 0.05] = -1
     trial = problem(config, ids)
-    loopback, all_to_all = (on(backend, ep_size)(solved, trial) for backend in ("loopback", "all_to_all"))
-    for mine, theirs in zip(all_to_all, loopback, strict=True):
-        for name, tensor in mine.items():
-            assert_bit_equal(tensor, theirs[name], name)
+    found, wanted = (on(name, ep_size)(solved, trial) for name in (backend, "loopback"))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert_agree(mine, theirs, backend)
     if reduction == "exact":
         (whole,) = on("local", 1)(solved, trial.concatenated())
-        for name, tensor in whole.items():
-            assert_bit_equal(torch.cat([part[name] for part in all_to_all]), tensor, name)
+        assert_agree({name: torch.cat([part[name] for part in found]) for name in whole}, whole, backend)
+
+
+def assert_agree(mine: dict[str, Tensor], theirs: dict[str, Tensor], backend: str) -> None:
+    """To the bit, but for dots, which `symmetric` adds up in an order of its own."""
+    for name, tensor in mine.items():
+        if (name, backend) == ("grad_scores", "symmetric"):
+            largest = float(theirs[name].abs().max())
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6 * largest)
+        else:
+            assert_bit_equal(tensor, theirs[name], name)
 
 
 def linear_in_float64(trial: Problem, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

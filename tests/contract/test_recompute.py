@@ -46,6 +46,11 @@ def without_replay(block: Block, x: Tensor) -> Tensor:
     return out
 
 
+def reentrant_without_replay(block: Block, x: Tensor) -> Tensor:
+    out: Tensor = torch_checkpoint(block, x, use_reentrant=True)
+    return out
+
+
 def non_reentrant(block: Block, x: Tensor) -> Tensor:
     out: Tensor = torch_checkpoint(block, x, use_reentrant=False, context_fn=recompute.context_fn)
     return out
@@ -98,13 +103,16 @@ def tokens(num_tokens: int, *seed: int) -> Tensor:
     return torch.randn(num_tokens, HIDDEN_DIM, generator=generator, requires_grad=True)
 
 
-def identity(layer: cd.LayerView, ids: Callable[[], Tensor]) -> Block:
-    """A region of one layer: experts that square, ids from a stub."""
+def squaring(layer: cd.LayerView, ids: Callable[[], Tensor]) -> Block:
+    """A region of one layer: experts that square, each with a factor of its own, and ids from a stub."""
+    num_local, num_experts = layer.dispatcher.num_local_experts, layer.dispatcher.config.num_experts
+    factors = 1 + (layer.dispatcher.ep_rank * num_local + torch.arange(num_local)) / num_experts
 
     def block(x: Tensor) -> Tensor:
         x = x.clone()  # the region's gradients are added up before they meet others, in every run
         routed = layer.dispatch(x, x[:, :TOP_K].sigmoid(), ids())
-        return layer.combine(routed.rows * routed.rows, routed.handle)
+        factor = factors.repeat_interleave(routed.tokens_per_expert).unsqueeze(1)
+        return layer.combine(routed.rows * routed.rows * factor, routed.handle)
 
     return block
 
@@ -234,15 +242,20 @@ def test_what_a_region_writes_to_its_dispatch_is_not_recomputed(
     on(backend, ep_size)(writing_region, capacity)
 
 
-def dynamic_lengths(seat: Seat, way: Checkpoint) -> list[Tensor]:
-    lengths = (71, 47, 97, 60, 76, 46, 44, 72, 41, 47)
-    config = make_config(NUM_EXPERTS, TOP_K, HIDDEN_DIM, num_max_tokens_per_rank=128)
+SHORT = tuple((length, length + 3) for length in (71, 47, 97, 60, 76, 46, 44, 72, 41, 47))
+LONG = ((614, 3543), (3543, 1207), (2048, 614))
+Lengths = tuple[tuple[int, int], ...]
+
+
+def dynamic_lengths(seat: Seat, way: Checkpoint, lengths: Lengths) -> list[Tensor]:
+    """Train with these lengths, by step and rank: what came out of every step, and the weights in the end."""
+    config = make_config(NUM_EXPERTS, TOP_K, HIDDEN_DIM, num_max_tokens_per_rank=max(map(max, lengths)))
     seen = []
     with seat.open(config) as dispatcher:
         blocks = make_blocks(dispatcher, 2)
         optimizer = torch.optim.SGD(blocks.parameters(), lr=1e-3)
-        for step, length in enumerate(lengths):
-            h = tokens(length + 3 * seat.rank, step, seat.rank)
+        for step, length in enumerate(of_rank[seat.rank] for of_rank in lengths):
+            h = tokens(length, step, seat.rank)
             for block in blocks:
                 h = h + way(block, h)
             loss = h.square().mean()
@@ -255,10 +268,13 @@ def dynamic_lengths(seat: Seat, way: Checkpoint) -> list[Tensor]:
 
 
 @both_kinds
-@pytest.mark.parametrize("backend", ["loopback", "all_to_all"])
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize(("backend", "ep_size"), [("local", 1), ("loopback", 2), ("all_to_all", 2)])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_lengths_that_change_every_step_train_under_full_recomputation(on: On, backend: str, kind: str):
-    expected, actual = on(backend, 2)(dynamic_lengths, plain), on(backend, 2)(dynamic_lengths, KINDS[kind])
+def test_lengths_that_change_every_step_train_under_full_recomputation(
+    on: On, backend: str, ep_size: int, lengths: Lengths, kind: str
+):
+    expected, actual = (on(backend, ep_size)(dynamic_lengths, way, lengths) for way in (plain, KINDS[kind]))
     for before, after in zip(expected, actual, strict=True):
         for wanted, tensor in zip(before, after, strict=True):
             assert bool(torch.isfinite(tensor).all())
@@ -268,14 +284,18 @@ def test_lengths_that_change_every_step_train_under_full_recomputation(on: On, b
 # -- what the router says in the recomputation ------------------------------------------------------------------------
 
 
-def flipped_router(seat: Seat, way: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of three layers in two steps: with ids A all the time, and with ids B on every second call."""
+def choices(rank: int) -> tuple[Tensor, Tensor]:
+    """Ids A and B: one token of rank 0 changes its mind, and changes the extents of both ranks."""
     generator = torch.Generator().manual_seed(3)
     ids_a = torch.stack([torch.randperm(8, generator=generator)[:TOP_K] for _ in range(16)])
     ids_b = ids_a.clone()
     ids_b[5, 1] = (ids_a[5, 1] + 4) % 8 if (ids_a[5, 1] + 4) % 8 != ids_a[5, 0] else (ids_a[5, 1] + 5) % 8
-    if seat.rank:
-        ids_b = ids_a  # one token of one rank changes its mind, and changes the extents of both
+    return ids_a, ids_a if rank else ids_b
+
+
+def flipped_router(seat: Seat, way: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of three layers in two steps: with ids A all the time, and with ids B on every second call."""
+    ids_a, ids_b = choices(seat.rank)
 
     def run(way: Checkpoint, second: Tensor) -> list[Tensor]:
         grads = []
@@ -285,7 +305,7 @@ def flipped_router(seat: Seat, way: Checkpoint) -> tuple[list[Tensor], list[Tens
                 h = x
                 for number in range(3):
                     answers = iter((ids_a, second, second))
-                    h = h + way(identity(dispatcher.layer(f"{number}"), partial(next, answers)), h)
+                    h = h + way(squaring(dispatcher.layer(f"{number}"), partial(next, answers)), h)
                 h.sum().backward()
                 assert x.grad is not None
                 grads.append(x.grad)
@@ -316,10 +336,39 @@ def test_without_replay_another_choice_is_an_error_and_no_hang(on: On):
     assert "no error" not in names
 
 
+def layer_by_layer(seat: Seat) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients as torch's reentrant kind finds them, and those of ids B at what ids A had brought to each layer."""
+    ids_a, ids_b = choices(seat.rank)
+    wanted = []
+    with seat.open(make_config(8, TOP_K, HIDDEN_DIM, timeout_s=5.0)) as dispatcher:
+        for step in range(2):
+            inputs = [tokens(16, step, seat.rank)]
+            for number in range(3):
+                layer = dispatcher.layer(f"{number}")
+                inputs.append((inputs[-1] + squaring(layer, lambda: ids_a)(inputs[-1])).detach().requires_grad_())
+            grad = torch.ones_like(inputs[-1])
+            for number, h in reversed(list(enumerate(inputs[:-1]))):
+                out = h + squaring(dispatcher.layer(f"{number}"), lambda: ids_b)(h)
+                (grad,) = torch.autograd.grad(out, h, grad)
+            wanted.append(grad)
+    with_a, found = flipped_router(seat, reentrant_without_replay)
+    changed = [not torch.equal(a, b) for a, b in zip(with_a, wanted, strict=True)]
+    assert all(changed) or seat.rank, "the last choice shows in no gradient"
+    return wanted, found
+
+
+@pytest.mark.parametrize("backend", ["loopback", "all_to_all"])
+def test_without_replay_the_reentrant_kind_takes_the_last_choice_and_hangs_nobody(on: On, backend: str):
+    """It compares nothing of a recomputation with the forward: there is nobody who could raise an error."""
+    for expected, actual in on(backend, 2)(layer_by_layer):
+        for wanted, grad in zip(expected, actual, strict=True):
+            assert_bit_equal(grad, wanted, "gradient of x")
+
+
 def checked_ids(seat: Seat) -> str:
     answers = iter([[[0, 2], [1, 3]], [[0, 2], [1, 2]]] if seat.rank == 0 else [[[0, 2], [1, 3]]] * 2)
     with seat.open(make_config(NUM_EXPERTS, TOP_K, HIDDEN_DIM, timeout_s=3.0)) as dispatcher:
-        block = identity(dispatcher.layer("moe"), lambda: torch.tensor(next(answers)))
+        block = squaring(dispatcher.layer("moe"), lambda: torch.tensor(next(answers)))
         out = recompute.checkpoint(block, tokens(2), check_ids=True)
         return refused(out.sum().backward, cd.CrossdockError)
 
@@ -521,7 +570,7 @@ def interleaved(seat: Seat, way: Checkpoint) -> None:
         layer, answers = dispatcher.layer("moe"), {"a": [[0, 2], [1, 3]], "b": [[3, 1], [3, 2]]}
 
         def square(x: Tensor, name: str) -> Tensor:
-            return identity(layer, lambda: torch.tensor(answers[name]))(x)
+            return squaring(layer, lambda: torch.tensor(answers[name]))(x)
 
         def crossed(x: Tensor) -> Tensor:
             scores = x[:, :TOP_K].sigmoid()
@@ -647,7 +696,7 @@ def mismatch(seat: Seat, case: str, way: Checkpoint) -> str:
         ids = lambda num: torch.tensor([[0, 2], [1, 3], [3, 0]][:num])  # noqa: E731
 
         def once(layer: cd.LayerView, x: Tensor, num: int = 3) -> Tensor:
-            return identity(layer, lambda: ids(num))(x[:num]).sum()
+            return squaring(layer, lambda: ids(num))(x[:num]).sum()
 
         runs: dict[str, Callable[[Tensor, bool], Tensor]] = {
             "another layer": lambda x, again: once(b if again else a, x),

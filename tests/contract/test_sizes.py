@@ -16,7 +16,7 @@ from crossdock.group.members import resolve_members
 from crossdock.select import make_spec
 from crossdock.testing import LoopbackGroup, Seat
 from tests.contract.conftest import BACKENDS, On, every_backend
-from tests.contract.trials import checked, checked_steps, make_config, problem, random_ids, refused
+from tests.contract.trials import checked, exact_steps, integers, make_config, problem, random_ids, refused
 
 
 def alternating(seat: Seat, num_tokens: int) -> tuple[int, list[int]]:
@@ -121,11 +121,11 @@ def test_more_rows_than_an_offset_counts_are_refused(capacity: cd.RowCapacity, t
 
 
 @every_backend(2)
-@pytest.mark.parametrize("limit", [1, 100, 300])
+@pytest.mark.parametrize("limit", [1, 100, 672, 1000])
 def test_any_maximum_is_a_good_one(on: On, backend: str, ep_size: int, limit: int):
-    config = make_config(4, 2, 32, dtype=torch.bfloat16, num_max_tokens_per_rank=limit)
-    steps = [problem(config, random_ids((n, n), 2, 4)) for n in (min(8, limit), limit)]
-    on(backend, 2)(checked_steps, steps)
+    config = make_config(4, 2, 128, dtype=torch.bfloat16, num_max_tokens_per_rank=limit)
+    steps = [problem(config, random_ids((n, n), 2, 4), experts="identity") for n in (min(8, limit), limit)]
+    on(backend, 2)(exact_steps, [integers(step) for step in steps])
 
 
 def test_a_token_above_the_maximum():
@@ -138,7 +138,7 @@ def test_a_token_above_the_maximum():
 
 @every_backend(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("hidden_dim", [1, 8, 24, 130, 1000, 3584])
+@pytest.mark.parametrize("hidden_dim", [1, 8, 24, 100, 130, 1000, 1536, 3584])
 def test_rows_of_any_width(on: On, backend: str, ep_size: int, hidden_dim: int, dtype: torch.dtype):
     config = make_config(4, 2, hidden_dim, dtype=dtype)
     columns = torch.arange(hidden_dim).to(dtype)
@@ -147,7 +147,7 @@ def test_rows_of_any_width(on: On, backend: str, ep_size: int, hidden_dim: int, 
 
 
 @every_backend(2)
-@pytest.mark.parametrize("top_k", [9, 16, 32])
+@pytest.mark.parametrize("top_k", [9, 11, 12, 16, 32])
 def test_many_slots(on: On, backend: str, ep_size: int, top_k: int):
     config = make_config(32, top_k, 128, dtype=torch.bfloat16)
     on(backend, 2)(checked, problem(config, random_ids((4, 4), top_k, 32)))
@@ -183,12 +183,12 @@ def test_impossible_numbers_of_experts(num_experts: int, top_k: int, sentence: s
 
 @pytest.mark.parametrize(
     ("backend", "ep_size", "num_experts"),
-    [("loopback", 3, 9), ("loopback", 3, 3), ("loopback", 6, 12), ("all_to_all", 3, 9), ("all_to_all", 3, 3)],
+    [(backend, *sizes) for backend in ("loopback", "all_to_all") for sizes in ((3, 9), (3, 3), (6, 12))],
 )
 def test_group_sizes_that_are_no_power_of_two(on: On, backend: str, ep_size: int, num_experts: int):
     config = make_config(num_experts, 2, 64)
-    steps = [problem(config, random_ids((7,) * ep_size, 2, num_experts, seed=s), seed=s) for s in range(5)]
-    on(backend, ep_size)(checked_steps, steps)
+    steps = [problem(config, random_ids((7,) * ep_size, 2, num_experts, seed=step)) for step in range(20)]
+    on(backend, ep_size)(exact_steps, [integers(trial, seed=step) for step, trial in enumerate(steps)])
 
 
 PADDED = [

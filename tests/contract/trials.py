@@ -12,7 +12,7 @@ from torch import Tensor
 import crossdock as cd
 from crossdock.testing import Problem, Seat
 from crossdock.testing.checks import check_trial, judge
-from crossdock.testing.solving import Outcome, forward
+from crossdock.testing.solving import Outcome, forward, solve
 
 Ids = Sequence[Sequence[int]]
 
@@ -51,6 +51,20 @@ def position_code(config: cd.DispatcherConfig, num_tokens: Sequence[int]) -> tup
     )
 
 
+def integers(trial: Problem, *, seed: int = 1) -> Problem:
+    """Small whole numbers, and quarters for scores, so that every sum is exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(part: Tensor) -> Tensor:
+        return torch.randint(-8, 9, part.shape, generator=generator).to(part.dtype)
+
+    return trial.replace(
+        x=tuple(map(draw, trial.x)),
+        grad_out=tuple(map(draw, trial.grad_out)),
+        topk_scores=tuple(draw(part) / 4 for part in trial.topk_scores),
+    )
+
+
 def checked(seat: Seat, trial: Problem) -> Outcome:
     """Solve one problem on every rank, make all checks, and return what came out."""
     return checked_steps(seat, [trial])[0]
@@ -64,6 +78,31 @@ def checked_steps(seat: Seat, trials: Sequence[Problem]) -> list[Outcome]:
             attempt = forward(dispatcher, trial, seat.rank, seat.device)
             outcomes.append(attempt.backward())
             check_trial(judge(attempt, outcomes[-1]))
+    return outcomes
+
+
+def exact_steps(seat: Seat, trials: Sequence[Problem]) -> list[Outcome]:
+    """`checked_steps` for many or large problems: of numbers as `integers` draws, so that a formula gives every bit.
+
+    Experts are identities, or linear: then expert e multiplies by e + 1.
+    """
+    outcomes = []
+    with seat.open(trials[0].config) as dispatcher:
+        for trial in trials:
+            outcome = solve(dispatcher, trial, seat.rank, seat.device)
+            x, grad, ids = (part[seat.rank] for part in (trial.x, trial.grad_out, trial.topk_expert_ids))
+            factor = torch.where(ids < 0, 0, ids + 1 if trial.experts == "linear" else 1).float()
+            weight = (trial.topk_scores[seat.rank] * factor).sum(1, keepdim=True)
+            assert torch.equal(outcome.out, (weight * x.float()).to(x.dtype)), "out"
+            assert torch.equal(outcome.grad_x, (weight * grad.float()).to(x.dtype)), "gradient of x"
+            dots = (x.float() * grad.float()).sum(1, keepdim=True)
+            assert torch.equal(outcome.grad_scores, factor * dots), "gradient of the scores"
+            first = seat.rank * trial.num_local_experts
+            counts = torch.bincount(
+                torch.cat(trial.topk_expert_ids).flatten() + 1, minlength=trial.config.num_experts + 1
+            )
+            assert torch.equal(outcome.tokens_per_expert, counts[first + 1 :][: trial.num_local_experts]), "counts"
+            outcomes.append(outcome)
     return outcomes
 
 

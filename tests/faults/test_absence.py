@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import crossdock as cd
+from crossdock import recompute
 from tests.conftest import Ranks
 from tests.faults.conftest import Crowd
 from tests.faults.play import LAYER, TIMEOUT_S, Account, assert_named, config, observe, reopen, step, stop_here
@@ -205,24 +206,38 @@ def test_the_limit_is_what_was_set(ranks: Ranks):
 # -- the caller's own collectives (B92) -------------------------------------------------------------------------------
 
 
-def train_with_reductions_in_backward(rank: int, equal_token_counts: bool) -> bool:
-    """A hook reduces on the group that the dispatcher was given, at times of its own on every rank."""
+def train_with_reductions_in_backward(rank: int, how_often: float) -> bool:
+    """A hook reduces on the group that dispatchers were given, while ranks fall behind by up to 50 ms.
+
+    Args:
+        rank: this one.
+        how_often: the share of places where a rank may dawdle and does.
+    """
     generator = torch.Generator().manual_seed(rank)
-    with cd.TokenDispatcher(config(num_experts=4, equal_token_counts=equal_token_counts, timeout_s=20)) as dispatcher:
-        for turn in range(60):
+
+    def dawdle() -> None:
+        chance, share = torch.rand(2, generator=generator).tolist()
+        time.sleep(0.05 * share if chance < how_often else 0.0)
+
+    def layer(dispatcher: cd.TokenDispatcher, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        routed = dispatcher.dispatch(x, torch.ones(3, 2), ids)
+        dawdle()
+        return dispatcher.combine(routed.rows, routed.handle)
+
+    settings = [config(num_experts=4, equal_token_counts=equal, timeout_s=30) for equal in (False, True)]
+    with cd.TokenDispatcher(settings[0]) as plain, cd.TokenDispatcher(settings[1]) as declared:
+        for turn in range(200):
             x = torch.full((3, 8), float(rank + 1), requires_grad=True)
             x.register_hook(lambda grad: dist.all_reduce(grad) or grad)
             ids = torch.tensor([[0, 3], [2, 1], [turn % 4, -1]])
-            routed = dispatcher.dispatch(x, torch.ones(3, 2), ids)
-            time.sleep(float(torch.rand((), generator=generator)) * 0.01)
-            out = dispatcher.combine(routed.rows, routed.handle)
-            time.sleep(float(torch.rand((), generator=generator)) * 0.01)
+            out = recompute.checkpoint(layer, declared if turn % 2 else plain, x, ids)
+            dawdle()
             out.sum().backward()
             assert x.grad is not None
             assert torch.equal(x.grad[:, 0], torch.tensor([4.0, 4.0, 2.0]))  # two ranks, a slot each
     return True
 
 
-@pytest.mark.parametrize("equal_token_counts", [False, True])
-def test_reductions_of_the_caller_on_the_same_group(ranks: Ranks, equal_token_counts: bool):
-    assert ranks(2).run(train_with_reductions_in_backward, equal_token_counts) == [True, True]
+@pytest.mark.parametrize("how_often", [0.02, pytest.param(1.0, marks=pytest.mark.full)])
+def test_reductions_of_the_caller_on_the_same_group(ranks: Ranks, how_often: float):
+    assert ranks(2).run(train_with_reductions_in_backward, how_often) == [True, True]

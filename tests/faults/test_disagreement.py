@@ -142,8 +142,8 @@ def differing_each(rank: int) -> Account:
 # -- equal_token_counts (B07), num_tokens_per_rank (B08) --------------------------------------------------------------
 
 
-def declared_equal(rank: int, num_tokens: list[int]) -> Account:
-    dispatcher = cd.TokenDispatcher(config(equal_token_counts=True))
+def declared_equal(rank: int, num_tokens: list[int], backend: str, settings: dict[str, Any]) -> Account:
+    dispatcher = cd.TokenDispatcher(config(equal_token_counts=True, **settings), backend=backend)
     for _ in range(3):
         step(dispatcher, num_tokens=8)
     before = dispatcher.stats().sent_bytes
@@ -152,20 +152,28 @@ def declared_equal(rank: int, num_tokens: list[int]) -> Account:
     return reopen(observe(dispatcher, lambda: step(dispatcher, num_tokens=num_tokens[rank])))
 
 
+def assert_declaration_named(accounts: list[Account], at_fault: tuple[int, ...]) -> None:
+    told = ("equal_token_counts=True", "8 on ranks", "5 on ranks", LAYER, "call 8 (dispatch")
+    assert_named(dict(enumerate(accounts)), at_fault, "ContractViolation", *told, limit_s=5.0)
+
+
+@pytest.mark.parametrize("capacity", [cd.RowCapacity.exact(), cd.RowCapacity.worst_case(), cd.RowCapacity.rows(64)])
 @pytest.mark.parametrize(("num_tokens", "at_fault"), [([8, 8, 8, 5], (3,)), ([8, 5, 4, 8], (1, 2))])
-def test_counts_declared_equal_are_not(four: RankPool, num_tokens: list[int], at_fault: tuple[int, ...]):
-    accounts = dict(enumerate(four.run(declared_equal, num_tokens)))
-    assert_named(
-        accounts,
-        at_fault,
-        "ContractViolation",
-        "equal_token_counts=True",
-        "8 on ranks",
-        "5 on ranks",
-        LAYER,
-        "call 8 (dispatch",
-        limit_s=5.0,
-    )
+def test_counts_declared_equal_are_not(
+    four: RankPool, num_tokens: list[int], at_fault: tuple[int, ...], capacity: cd.RowCapacity
+):
+    accounts = four.run(declared_equal, num_tokens, "all_to_all", {"row_capacity": capacity})
+    assert_declaration_named(accounts, at_fault)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_tokens"),
+    [(cd.RowCapacity.exact(), 32), (cd.RowCapacity.worst_case(), 32), (cd.RowCapacity.worst_case(), 600)],
+    ids=["exact", "small batches", "sync-free"],
+)
+def test_counts_declared_equal_are_not_on_symmetric(ranks: Ranks, capacity: cd.RowCapacity, max_tokens: int):
+    settings = {"num_experts": 4, "row_capacity": capacity, "num_max_tokens_per_rank": max_tokens, "timeout_s": 20.0}
+    assert_declaration_named(ranks(2).run(declared_equal, [8, 5], "symmetric", settings), (1,))
 
 
 def mixed_bounds(rank: int) -> tuple[str, tuple[int, ...]]:

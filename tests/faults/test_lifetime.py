@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import crossdock as cd
 from tests.conftest import Ranks
-from tests.faults.play import config, step
+from tests.faults.play import Batch, config, experts, step
 
 MIB = 1 << 20
 GROWTH_LIMIT = 8 * MIB
@@ -62,8 +62,9 @@ def many_at_once(rank: int) -> list[tuple[int, int, int]]:
 
 def one_after_the_other(rank: int, closing: bool, num_cycles: int) -> list[tuple[int, int, int]]:
     def cycle() -> None:
-        dispatcher = cd.TokenDispatcher(pair())
-        step(dispatcher)
+        dispatcher, batch = cd.TokenDispatcher(pair()), Batch.of(rank, 5, 4)
+        routed = dispatcher.dispatch(batch.x.requires_grad_(), batch.scores, batch.ids)
+        dispatcher.combine(experts(dispatcher, routed), routed.handle).sum().backward()
         if closing:
             dispatcher.close()
 
@@ -85,7 +86,7 @@ def test_sixty_four_at_once(ranks: Ranks):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("closing", "num_cycles"),
-    [(True, 80), pytest.param(True, 400, marks=pytest.mark.full), (False, 40)],
+    [(True, 200), pytest.param(True, 400, marks=pytest.mark.full), (False, 60)],
     ids=["closed", "closed, more of them", "dropped"],
 )
 def test_one_after_the_other(ranks: Ranks, closing: bool, num_cycles: int):

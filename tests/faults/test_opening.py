@@ -23,11 +23,11 @@ from tests.faults.play import LIMIT_S, TIMEOUT_S, Account, config, die_here, reo
 pytestmark = pytest.mark.alone
 
 
-def open_alone(group: Any = None, **changes: Any) -> Account:
+def open_alone(group: Any = None, *, backend: str = "auto", **changes: Any) -> Account:
     """Try to open; what happened, without a step."""
     begun = time.monotonic()
     try:
-        cd.TokenDispatcher(config(**changes), group).close()
+        cd.TokenDispatcher(config(**changes), group, backend).close()
     except (cd.PeerTimeout, cd.ContractViolation) as error:
         took_s = time.monotonic() - begun
         return Account(error=type(error).__name__, ranks=error.ranks, message=str(error), took_s=took_s)
@@ -54,6 +54,10 @@ OTHERWISE: dict[str, Any] = {
 def open_otherwise(rank: int, at_fault: tuple[int, ...], allowed: bool = False) -> dict[str, Account]:
     changes: dict[str, Any] = {"num_sms": 3, "timeout_s": 2.5} if allowed else OTHERWISE
     return {field: open_alone(**({field: value} if rank in at_fault else {})) for field, value in changes.items()}
+
+
+def open_with_another_backend(rank: int, at_fault: tuple[int, ...]) -> Account:
+    return open_alone(backend="symmetric" if rank in at_fault else "all_to_all")
 
 
 def open_with_backend(rank: int) -> str:
@@ -186,6 +190,7 @@ Ran = dict[object, Future[list[Any]]]
 @pytest.fixture(scope="module")
 def ran(crowd: Crowd) -> Ran:
     runs: Ran = {("otherwise", at_fault): crowd.run(open_otherwise, at_fault) for at_fault in OTHERS}
+    runs |= {("backend", at_fault): crowd.run(open_with_another_backend, at_fault) for at_fault in OTHERS}
     runs["otherwise, as allowed"] = crowd.run(open_otherwise, (2,), True)
     runs |= {("without", at_fault): crowd.run(open_without, at_fault) for at_fault in ABSENT}
     runs |= {"too late": crowd.run(open_late, TIMEOUT_S + 0.5), "in time": crowd.run(open_late, TIMEOUT_S - 0.7)}
@@ -204,6 +209,17 @@ def test_every_field_of_the_configuration_is_compared_and_named(ran: Ran, at_fau
             assert (account.error, account.ranks) == ("ContractViolation", at_fault), account
             assert field in account.message, account
             assert account.took_s < 5.0, account
+
+
+@pytest.mark.parametrize("at_fault", OTHERS, ids=str)
+def test_ranks_that_want_another_backend_are_told_so_on_all(ran: Ran, at_fault: tuple[int, ...]):
+    pytest.importorskip("triton", reason="the backend symmetric needs triton, which is published for Linux only")
+    accounts = ran["backend", at_fault].result()
+    for account in accounts:
+        assert (account.error, account.ranks) == ("ContractViolation", at_fault), account
+        for rank in range(4):
+            assert f"'{'symmetric' if rank in at_fault else 'all_to_all'}' on rank {rank}" in account.message, account
+        assert account.took_s < 5.0, account
 
 
 def test_what_ranks_need_not_agree_on(ran: Ran):
