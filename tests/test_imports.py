@@ -95,7 +95,7 @@ PUBLIC = {"", "errors", "types", *MODULES, *USERS} - {"cli"}
 # link with a kernel of its own, which lives where kernels do; so do the delays that `testing.stress` asks for.
 HOMES = {"testing": {"backends.loopback", "kernels.stress"}, "bench": {"kernels.link"}, "cli": {"kernels.digest"}}
 # The other files are backends, and do not know each other.
-SHARED_BY_BACKENDS = {"base", "call_clock", "wire", "wire_layout", "nccl"}
+SHARED_BY_BACKENDS = {"base", "wire", "wire_layout", "nccl"}
 
 # library -> the only places that import it
 LIBRARIES = {

@@ -148,7 +148,6 @@ class OpenDispatcher:
         """Body of every operator: one numbered, compared call."""
         if facts.operation == "combine":
             self.touch()
-            self.statistics.note_combine(facts)
         # What we make inside is made where we say, whatever device the caller has set as the default.
         with self.session.call(facts) as numbered, torch._C.DisableTorchFunction():
             self._follow_stream()
@@ -161,6 +160,10 @@ class OpenDispatcher:
                     f"{numbered} was the first of its kind and met inside a CUDA graph's capture, where its kernels"
                     " cannot be loaded: open another dispatcher, and make the same call once before you capture"
                 ) from error
+
+    def note_combine(self, facts: CallFacts, num_rows: int) -> None:
+        """See `Statistics.note_combine`."""
+        self.statistics.note_combine(facts, num_rows)
 
     def note_combined(self, handle: DispatchHandle, node: Any) -> None:
         """Remember, weakly, the graph node of a combine's output."""

@@ -51,6 +51,9 @@ class Operable(Protocol):
     def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
         """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
 
+    def note_combine(self, facts: CallFacts, num_rows: int) -> None:
+        """Write down that a combine of so many rows begins."""
+
     def run(self, facts: CallFacts, movement: Callable[[Transport, Call], list[Tensor]]) -> list[Tensor]:
         """Any other call, numbered and compared."""
 
@@ -137,7 +140,9 @@ def combine(
     def movement(transport: Transport, call: Call) -> list[Tensor]:
         return [transport.rows_home(rows, weights, layout, call)]
 
-    return find(key).run(facts, movement)
+    dispatcher = find(key)
+    dispatcher.note_combine(facts, rows.shape[0])
+    return dispatcher.run(facts, movement)
 
 
 def dispatch_backward(

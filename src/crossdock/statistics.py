@@ -27,7 +27,7 @@ class Statistics:
         self._words = dict[str, list[int]]()  # of the last copy: by layer, the ledger's and the bytes of rows sent
         self._other_bytes = 0  # sent, of the same moment
         self._num_rows = dict[str, int]()  # of each layer's last dispatch
-        self._keeps_rows = dict[str, bool]()  # whether its last combine keeps them for a backward
+        self._num_kept = dict[str, int]()  # rows that its last combine keeps for a backward
         self._num_skipped = 0  # steps that the guard has read
         self._skipped_of = Counter[str]()  # the same, by the layers that lacked rows in them
 
@@ -35,9 +35,9 @@ class Statistics:
         """A dispatch has brought rows `[num_rows, hidden_dim]`."""
         self._num_rows[layer] = num_rows
 
-    def note_combine(self, facts: CallFacts) -> None:
-        """A combine begins."""
-        self._keeps_rows[facts.layer] = facts.grad_mode and facts.apply_scores
+    def note_combine(self, facts: CallFacts, num_rows: int) -> None:
+        """A combine of rows `[num_rows, hidden_dim]` begins."""
+        self._num_kept[facts.layer] = num_rows if facts.grad_mode and facts.apply_scores else 0
 
     def note_skipped(self, layers: Iterable[str]) -> None:
         """The guard has not applied a step in which these layers lacked rows, on this rank or another one."""
@@ -60,7 +60,7 @@ class Statistics:
                 "stats() waits for the device, which cannot be done inside a capture: call it outside, or with"
                 " wait=False"
             )
-        layers = {layer: self._of_layer(layer, words) for layer, words in self._words.items() if words[CALLS]}
+        layers = {layer: self._of_layer(layer, words) for layer, words in self._words.items()}
         sent_rows_bytes = sum(words[-1] for words in self._words.values())
         return DispatcherStats(
             calls=self._session.num_calls,
@@ -83,7 +83,6 @@ class Statistics:
             self._coming = None
 
     def _of_layer(self, layer: str, words: Sequence[int]) -> LayerStats:
-        last_rows_bytes = self._num_rows.get(layer, 0) * self._bytes_per_row
         return LayerStats(
             calls=words[CALLS],
             tokens=words[TOKENS],
@@ -96,8 +95,8 @@ class Statistics:
             skipped_steps=self._skipped_of[layer],
             bytes_per_row=self._bytes_per_row,
             sent_rows_bytes=words[-1],
-            last_rows_bytes=last_rows_bytes,
-            saved_bytes=last_rows_bytes if self._keeps_rows.get(layer, False) else 0,
+            last_rows_bytes=self._num_rows.get(layer, 0) * self._bytes_per_row,
+            saved_bytes=self._num_kept.get(layer, 0) * self._bytes_per_row,
         )
 
     def _is_capturing(self) -> bool:
@@ -112,7 +111,7 @@ class _Copy:
         ledger, sent = accounts.opened_ledger, transport.sent()
         self.other_bytes = sent.other_bytes
         self._layers, self._senders = [] if ledger is None else ledger.layers, list(sent.layers)
-        words = torch.zeros((0, 1), dtype=torch.int64, device="cpu") if ledger is None else ledger.words()
+        words = torch.zeros((0, BY_EXPERT), dtype=torch.int64, device="cpu") if ledger is None else ledger.words()
         self._width, self._counted = words.shape[1], list[int]()  # by the host, of the bytes of rows sent
         parts = [words.flatten()]
         if sent.rows_bytes.device == words.device:

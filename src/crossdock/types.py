@@ -322,7 +322,7 @@ class LayerStats:
         sent_rows_bytes: bytes of rows that this rank sent to other ranks for this layer, in every operation: one row
             for each pair of a token and a rank; on their way home under the reduction `exact`, one for each slot.
         last_rows_bytes: of the rows of its last dispatch, padding and what no row took up included.
-        saved_bytes: of those that its last combine keeps for its backward; 0 outside of grad mode, and where the
+        saved_bytes: of the rows that its last combine keeps for its backward; 0 outside of grad mode, and where the
             experts apply the scores.
     """
 

@@ -234,3 +234,10 @@ def test_a_wrong_environment():
     sentence = "the environment variable WORLD_SIZE must be a number of ranks, got 'two'"
     done = typed("verify", RANK="0", WORLD_SIZE="two")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"crossdock verify: {sentence}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_record_that_cannot_be_written_costs_no_table():
+    done = crossdock("verify", "--backend", "local", "--only", "one hot", "--json", "/dev/full")
+    assert done.exit_code == 1 and "conforms" in done.stdout
+    assert done.stderr.endswith("crossdock verify: --json /dev/full could not be written: No space left on device\n")

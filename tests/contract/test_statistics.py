@@ -11,7 +11,7 @@ import torch
 import crossdock as cd
 from crossdock.host_copy import HostCopy
 from crossdock.telemetry import figures
-from crossdock.testing import Problem, Seat
+from crossdock.testing import Problem, Seat, ThreadRunner
 from crossdock.testing.solving import forward
 from tests.contract.conftest import On, every_backend
 from tests.contract.trials import make_config, problem, random_ids
@@ -111,6 +111,34 @@ def test_without_a_wait_there_is_the_last_copy_that_has_come(monkeypatch: pytest
         dispatch()
         assert (dispatcher.stats(wait=False).rows, dispatcher.stats().rows) == (24, 36)
         assert dispatcher.stats(wait=False) == dispatcher.stats()
+
+
+def test_what_a_combine_keeps_is_its_own_whatever_was_dispatched_since():
+    trial = trial_of((6,), row_capacity=cd.RowCapacity.exact())
+    x, scores, ids = trial.x[0], trial.topk_scores[0], trial.topk_expert_ids[0]
+    with cd.TokenDispatcher(trial.config, backend="local") as dispatcher:
+        first = dispatcher.dispatch(x, scores, ids)
+        dispatcher.dispatch(x[:1], scores[:1], ids[:1])
+        dispatcher.combine(first.rows, first.handle)
+        account = dispatcher.stats().layers[""]
+        assert (account.last_rows_bytes, account.saved_bytes) == (2 * ROW_BYTES, 12 * ROW_BYTES)
+
+
+def of_a_layer_that_only_combines(seat: Seat, trial: Problem) -> list[int]:
+    with seat.open(trial.config) as dispatcher, torch.no_grad():
+        parts = (trial.x[seat.rank], trial.topk_scores[seat.rank], trial.topk_expert_ids[seat.rank])
+        routed = dispatcher.layer("out").dispatch(*parts)
+        dispatcher.layer("home").combine(routed.rows, routed.handle)
+        stats = dispatcher.stats()
+        home = stats.layers["home"]
+        assert (home.calls, home.rows, home.imbalance, home.fill) == (0, 0, 1.0, None)
+        assert sum(layer.sent_rows_bytes for layer in stats.layers.values()) == stats.sent_rows_bytes
+        return [stats.layers[name].sent_rows_bytes for name in ("out", "home")]
+
+
+def test_a_layer_that_only_combines_has_an_account():
+    out, home = ThreadRunner(2)(of_a_layer_that_only_combines, trial_of((6, 4)))
+    assert out[0] == home[1] > 0 and out[1] == home[0] > 0  # what one rank sends out the other one sends home
 
 
 def test_before_anything_has_come_there_is_nothing():

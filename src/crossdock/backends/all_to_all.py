@@ -7,6 +7,7 @@ elsewhere the headers travel beside the rows and the watch reads them when a wai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +19,6 @@ from ..group.faults import TransportFault
 from ..group.gloo import OwnGloo, first_line
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
-from .call_clock import CallClock
 from .wire import Finish, Wire, WireTransport
 
 
@@ -27,16 +27,16 @@ class GlooWire(Wire):
 
     def __init__(self, spec: TransportSpec, link: Link) -> None:
         super().__init__(spec.rank, spec.ep_size)
-        self._timeout_s, self._clock = spec.timeout_s, CallClock(spec.timeout_s)
+        self._timeout_s = spec.timeout_s
         self._own = OwnGloo(link.members, link.store_prefix, spec.timeout_s)
 
     def swap_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        came, finish = self._start_headers(headers, call)
+        came, finish = self._start_headers(headers)
         finish()
         return headers, came
 
     def open_call(self, headers: torch.Tensor, call: Call) -> Finish:
-        came, finish = self._start_headers(headers, call)
+        came, finish = self._start_headers(headers)
 
         def compare() -> None:
             finish()
@@ -44,8 +44,7 @@ class GlooWire(Wire):
 
         return compare
 
-    def _start_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, Finish]:
-        self._clock.enter(call.facts.number)
+    def _start_headers(self, headers: torch.Tensor) -> tuple[torch.Tensor, Finish]:
         came = torch.empty_like(headers)
         return came, self._all_to_all(came, headers, [], [])
 
@@ -55,24 +54,24 @@ class GlooWire(Wire):
         return self._all_to_all(out, rows.contiguous(), arriving, leaving)
 
     def _all_to_all(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> Finish:
-        deadline = self._clock.deadline()
-        with self._translated(deadline):
+        begun = time.monotonic()
+        with self._translated(begun):
             work = self._own.group.alltoall_base(out, rows, arriving, leaving, dist.AllToAllOptions())
 
         def finish() -> None:
-            with self._translated(deadline):
+            with self._translated(begun):
                 # Gloo waits for one peer after the other, each time for up to its limit: the sum is bounded here.
-                work.wait(timedelta(seconds=self._clock.left_s(deadline)))
+                work.wait(timedelta(seconds=self._timeout_s))
 
         return finish
 
     @contextmanager
-    def _translated(self, deadline: float) -> Iterator[None]:
+    def _translated(self, begun: float) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            expired = self._clock.is_over(deadline)
-            late = f"the exchanges of a call did not finish within {self._timeout_s:g} s"
+            expired = time.monotonic() - begun >= self._timeout_s
+            late = f"an exchange did not finish within {self._timeout_s:g} s"
             raise TransportFault(late if expired else first_line(error), expired=expired) from error
 
     def abandon(self) -> None:

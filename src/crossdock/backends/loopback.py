@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ..group.faults import TransportFault
 from ..types import SUPPORTED_DTYPES
 from .base import EVERY_ROW_CAPACITY, Backend, BackendTraits, Call, GroupFacts, Link, Transport, TransportSpec
-from .call_clock import CallClock
 from .wire import Finish, Wire, WireTransport, nothing
 
 
@@ -131,10 +130,9 @@ class LoopbackWire(Wire):
 
     def __init__(self, spec: TransportSpec, board: _Board) -> None:
         super().__init__(spec.rank, spec.ep_size)
-        self._board, self._clock, self._round = board, CallClock(spec.timeout_s), 0
+        self._board, self._timeout_s, self._round = board, spec.timeout_s, 0
 
     def swap_headers(self, headers: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        self._clock.enter(call.facts.number)
         came = torch.empty_like(headers)
         self._exchange(came, headers, [1] * self.size, [1] * self.size)
         return headers.cpu(), came.cpu()
@@ -151,7 +149,7 @@ class LoopbackWire(Wire):
 
     def _exchange(self, out: torch.Tensor, rows: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
         parts = [part.clone() for part in rows.split(leaving)]
-        came = self._board.swap(self.rank, self._round, parts, self._clock.left_s(self._clock.deadline()))
+        came = self._board.swap(self.rank, self._round, parts, self._timeout_s)
         self._round += 1
         for place, part in zip(out.split(arriving), came, strict=True):
             place.copy_(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 
@@ -14,3 +15,13 @@ def why_not_written(option: str, path: Path | None) -> str | None:
     if path.is_dir():
         return f"{option} {path} is a folder, it must be a file"
     return None
+
+
+def write_record(command: str, option: str, path: Path, content: str) -> bool:
+    """Write what was measured, behind everything that is printed; False, and a sentence, where that cannot be done."""
+    try:
+        path.write_text(content)
+    except OSError as error:
+        print(f"crossdock {command}: {option} {path} could not be written: {error.strerror}", file=sys.stderr)
+        return False
+    return True

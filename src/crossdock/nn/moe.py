@@ -143,7 +143,7 @@ class MoE(nn.Module):
         config = _config_of(self.layer)
         if config is None:
             return
-        weights = next(self.experts.parameters(), None)
+        weights = next(self.experts.parameters(), None) if isinstance(self.experts, nn.Module) else None
         device = rows_device if weights is None else weights.device
         if device is None or (weights is not None and weights.dtype != config.dtype):
             return

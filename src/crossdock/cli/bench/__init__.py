@@ -101,5 +101,5 @@ def bench(
         raise typer.Exit(_WRONG_VALUE) from None
     if finished is None:  # under torchrun another rank reports
         return
-    report(plan, finished)
-    raise typer.Exit(_FAILED if finished.failed else 0)
+    written = report(plan, finished)
+    raise typer.Exit(0 if written and not finished.failed else _FAILED)

@@ -18,6 +18,7 @@ from crossdock.bench.movements.figures import Figure
 from crossdock.bench.movements.workloads import Workload
 
 from ..environment import describe_run
+from ..paths import write_record
 from .plan import Plan
 from .run import Finished
 
@@ -58,10 +59,8 @@ INTERPRETED = (
 )
 
 
-def report(plan: Plan, finished: Finished) -> None:
-    """Print everything, and write the files that were asked for."""
-    if plan.json is not None:
-        plan.json.write_text(json.dumps(as_dict(plan, finished), indent=1) + "\n")
+def report(plan: Plan, finished: Finished) -> bool:
+    """Print everything, and write the files that were asked for; False if that could not be done."""
     if plan.plot is not None and finished.figures:
         from .plot import save_plot
 
@@ -79,6 +78,8 @@ def report(plan: Plan, finished: Finished) -> None:
     for note in _notes(finished):
         console.print(note, highlight=False, markup=False)
     console.print(f"{len(finished.figures)} figures, all checked before, in {finished.seconds:.0f} s", highlight=False)
+    content = json.dumps(as_dict(plan, finished), indent=1) + "\n"
+    return plan.json is None or write_record("bench", "--json", plan.json, content)
 
 
 def _console() -> Console:

@@ -101,6 +101,7 @@ def train_step(
     from crossdock.errors import CrossdockError
     from crossdock.testing import RanksFailed
 
+    from ..paths import write_record
     from ..progress import stages
     from .plan import place_of
     from .run import ranks_at
@@ -126,11 +127,13 @@ def train_step(
     except (CrossdockError, RanksFailed) as failure:
         _say(str(failure))
         raise typer.Exit(_FAILED if isinstance(failure, RanksFailed) else _WRONG_VALUE) from None
+    written = True
     for pair in pairs if reports else ():
         _print(_table(sizes, place, pair, experts_wait))
     if reports and json is not None:
-        json.write_text(json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n")
-    raise typer.Exit(0 if all(pair.same_bits for pair in pairs) else _FAILED)
+        content = json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n"
+        written = write_record(_COMMAND, "--json", json, content)
+    raise typer.Exit(0 if written and all(pair.same_bits for pair in pairs) else _FAILED)
 
 
 _OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "--hidden", "num_experts": "--experts",

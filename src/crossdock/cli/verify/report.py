@@ -15,16 +15,15 @@ from rich.text import Text
 from crossdock.testing import CellResult
 
 from ..environment import describe_run
+from ..paths import write_record
 from .plan import Plan
 from .run import Finished
 
 _NOT_SAID: Final = re.compile(r"\(.*?\)|^it needs |'")  # arguments of a row capacity: its kind says enough
 
 
-def report(plan: Plan, finished: Finished) -> None:
-    """Print the table and write the record, if one was asked for."""
-    if plan.json is not None:
-        plan.json.write_text(json.dumps(as_dict(plan, finished), indent=1) + "\n")
+def report(plan: Plan, finished: Finished) -> bool:
+    """Print the table and write the record, if one was asked for; False if that could not be done."""
     console = Console()
     console.print(_table(plan, finished))
     counts = Counter(result.status for result in finished.results)
@@ -37,6 +36,8 @@ def report(plan: Plan, finished: Finished) -> None:
         style="bold green" if finished.all_passed else "bold red",
         highlight=False,
     )
+    content = json.dumps(as_dict(plan, finished), indent=1) + "\n"
+    return plan.json is None or write_record("verify", "--json", plan.json, content)
 
 
 def as_dict(plan: Plan, finished: Finished) -> dict[str, Any]:

@@ -115,7 +115,8 @@ def dropped_right_after(capacity: RowCapacity, seat: Seat) -> None:
             assert x.grad is not None and scores.grad is not None
             assert_bit_equal(out, want.out, f"output in round {number}")
             assert_bit_equal(x.grad, want.grad_x, f"gradient of x in round {number}")
-            torch.testing.assert_close(scores.grad.cpu(), want.grad_scores, rtol=1e-5, atol=1e-5)
+            tolerance = 1e-5 * max(1.0, problem.config.hidden_dim / 40)  # a dot's summands
+            torch.testing.assert_close(scores.grad.cpu(), want.grad_scores, rtol=tolerance, atol=tolerance)
             assert all(int(words[-1]) == _JUNK for words in taken if not words.is_floating_point())
 
 
@@ -216,7 +217,7 @@ _CHECKS: dict[str, Callable[[RowCapacity, Seat], None]] = {
 
 
 def _scenario(name: str, check: Callable[[RowCapacity, Seat], None], capacity: RowCapacity) -> Scenario:
-    needs: tuple[tuple[str, Any], ...] = (("reductions", "fast"), ("row_capacities", capacity.kind))
+    needs: tuple[tuple[str, Any], ...] = (("row_capacities", capacity.kind),)
     words = name if capacity.kind == "exact" else f"{name}, without a wait of the host"
     return Scenario("ahead", words, partial(check, capacity), needs=needs)
 

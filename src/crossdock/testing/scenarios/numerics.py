@@ -15,13 +15,17 @@ from ..problems import Problem
 from ..scenario import Scenario
 from ..seats import Seat
 from ..solving import Outcome, solve
+from ..workloads import NotOffered
 
 _REPEATS = 5
 
 
 def one_rank_equals_many(seat: Seat) -> None:
     """EP 1 on all tokens at once against the world on its parts, under `exact`: everything is equal to the bit."""
-    for dtype in [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in seat.traits.dtypes]:
+    offered = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype in seat.traits.dtypes]
+    if not offered:
+        raise NotOffered("dtypes: none of those that are tried")
+    for dtype in offered[:2]:
         for placement in ("after", "inside"):
             choices: dict[str, Any] = {"dtype": dtype, "scores": placement, "experts": "swiglu", "alignment": 16}
             _one_rank_equals_many(seat, seat.problem("uneven token counts", reduction="exact", **choices))

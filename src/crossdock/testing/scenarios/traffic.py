@@ -10,21 +10,27 @@ from ..seats import Seat
 from ..solving import send
 from ..workloads import NotOffered
 
+_TIMES = {"once": 1, "twice": 2}  # dispatches of a layer
+
 
 def once_a_rank(seat: Seat) -> None:
     """A token that several experts of a rank want is sent there once."""
     problem = seat.problem("K above local experts")
     with seat.open(problem.config) as dispatcher, torch.no_grad():
-        send(dispatcher, problem, seat.rank, seat.device)
+        for layer, times in _TIMES.items():
+            for _ in range(times):
+                send(dispatcher.layer(layer), problem, seat.rank, seat.device)
         stats = dispatcher.stats()
     if not stats.sent_bytes:
         raise NotOffered("deduplicates: the backend counts no bytes")
     wanted = _rows_away(problem, seat.rank) * problem.config.hidden_dim * problem.config.dtype.itemsize
-    assert stats.sent_rows_bytes == wanted, (
-        f"{stats.sent_rows_bytes} bytes of rows were sent, and once for each rank are {wanted}"
+    for layer, times in _TIMES.items():
+        told = stats.layers[layer].sent_rows_bytes
+        assert told == times * wanted, f"{told} bytes of rows were sent, and once for each rank are {times * wanted}"
+    total = sum(_TIMES.values()) * wanted
+    assert stats.sent_rows_bytes == total, (
+        f"{stats.sent_rows_bytes} bytes of rows were sent by layers that sent {total}"
     )
-    of_layer = stats.layers[""].sent_rows_bytes
-    assert of_layer == stats.sent_rows_bytes, f"the only layer has sent {of_layer} of {stats.sent_rows_bytes} bytes"
 
 
 def _rows_away(problem: Problem, rank: int) -> int:
