@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
+import pytest
+
 import crossdock as cd
 from crossdock.testing import Problem, Seat, assert_bit_equal
 from crossdock.testing.checks import check_trial, judge
@@ -51,12 +53,12 @@ def by_turns(seat: Seat, orders: tuple[Ranks, ...], num_turns: int) -> None:
                 member.work()
 
 
-@every_backend(4, further=True)
+@every_backend(4)
 def test_some_of_the_ranks_first_and_all_of_them_later(on: On, backend: str, ep_size: int):
-    num_turns = 1 if backend == "symmetric" else 10  # whose kernels are interpreted
-    on(backend, 4)(by_turns, ((0, 1, 2), (0, 1, 2, 3)), num_turns)
+    on(backend, 4)(by_turns, ((0, 1, 2), (0, 1, 2, 3)), 10)
 
 
-def test_two_groups_that_share_a_rank_by_turns(on: On):
-    """The suite's scenario of such groups runs on every backend; here they go on for long."""
-    on("all_to_all", 4)(by_turns, ((0, 1), (0, 2)), 100)
+@pytest.mark.parametrize("num_turns", [20, pytest.param(100, marks=pytest.mark.full)])
+def test_two_groups_that_share_a_rank_by_turns(on: On, num_turns: int):
+    """The suite's scenario of such groups runs on every backend; here they go on for longer."""
+    on("all_to_all", 4)(by_turns, ((0, 1), (0, 2)), num_turns)
