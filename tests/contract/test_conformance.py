@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from crossdock.testing import Cell, conformance_cells, run_cell, traits_of
+from crossdock.testing.scenario import Scenario
 from tests.contract.conftest import BACKENDS, FURTHER, On
 
 # Inductor compiles for long, and what it makes of a layout does not depend on the backend; aot_eager stays.
@@ -28,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for backend, sizes in FURTHER.items()
         for ep_size in sizes
         for cell in conformance_cells(ep_size)
-        if cell.groups == ("groups",)
+        if cell.groups == ("groups",) and (full or (isinstance(cell.what, Scenario) and cell.what.min_ranks > 2))
     ]
     metafunc.parametrize(("backend", "ep_size", "cell"), [as_parameters(*each) for each in cells])
 

@@ -30,6 +30,7 @@ def comes_late_and_stops(rank: int) -> tuple[float, tuple[int, ...], str]:
     return took_s, told.value.ranks, str(told.value)
 
 
+@pytest.mark.full
 def test_a_late_rank_that_stops_in_mid_call_is_named():
     with start_ranks(comes_late_and_stops, 3) as started:
         deadline, results = time.monotonic() + 4 * TIMEOUT_S, started.results(timeout_s=0.2)
