@@ -55,7 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "padding": {"backends.base"},
     "layer_sizes": {"row_capacity"},
     "statistics": {"accounts", "backends.base", "group", "host_copy", "ledger"},
-    "accounts": {"backends.base", "callers", "group", "inputs", "ledger", "row_capacity"},
+    "accounts": {"backends.base", "callers", "group", "inputs", "kernels.account", "ledger", "row_capacity"},
     "opened": {
         "statistics",
         "accounts",

@@ -17,6 +17,7 @@ from .backends.base import Received, TransportSpec
 from .callers import level_of_caller
 from .group.fingerprint import CallFacts
 from .inputs import refuse_late
+from .kernels.account import Account
 from .ledger import DeviceLedger, Drop, Entry, HostLedger, open_ledger
 from .row_capacity import tokens_of_call, what_to_change
 from .types import DispatcherConfig, OnOverflow
@@ -66,21 +67,33 @@ class Accounts:
         self._policies[layer] = on_overflow
         self._may_skip |= on_overflow == "skip_step"
 
-    def enter(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
-        """Write a dispatch of `x [T, hidden_dim]` down; `[1]` int64: the end of its last expert's rows."""
+    def offer(self, x: Tensor, facts: CallFacts) -> Account | None:
+        """Where what moves the rows of a dispatch of `x [T, hidden_dim]` may write it down; None: `enter` does."""
         if self._ledger is None:  # alone: the first dispatch says where the rows live
             self._ledger = self._open(x.device)
+        if facts.num_rows < 0:  # the host waits for counts, and may refuse them
+            return None
+        return self._ledger.account(facts.layer, self._policy_of(facts.layer))
+
+    def enter(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
+        """Write that dispatch down unless it is; `[1]` int64: the end of its last expert's rows."""
         self._has_trained |= facts.grad_mode
+        rows_end = self._write(x, facts, received) if received.rows_end is None else received.rows_end
+        if self._config.distinct_experts:
+            self.ledger.note_repeats(expert_ids)
+        return rows_end
+
+    def _write(self, x: Tensor, facts: CallFacts, received: Received) -> Tensor:
         wanted, bad_ids = received.demand
         kept, ends = received.tokens_per_expert, received.expert_offsets
         bound = int(tokens_of_call(self._config, x.shape[0], facts.num_tokens_per_rank))
-        policy = self._policies.get(facts.layer, self._config.on_overflow)
-        rows_end = self._ledger.enter(
+        policy = self._policy_of(facts.layer)
+        return self.ledger.enter(
             Entry(facts.layer, x.shape[0], facts.num_rows, wanted, kept, ends, bad_ids, max(bound, 1), policy)
         )
-        if self._config.distinct_experts:
-            self._ledger.note_repeats(expert_ids)
-        return rows_end
+
+    def _policy_of(self, layer: str) -> OnOverflow:
+        return self._policies.get(layer, self._config.on_overflow)
 
     def forget_fill(self, layer: str) -> None:
         """A layer's capacity has changed."""

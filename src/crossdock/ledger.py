@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .host_copy import HostCopy
+from .kernels.account import Account
 from .layer_counters import LayerCounters
 from .types import OnOverflow
 
@@ -24,6 +25,7 @@ CALLS, TOKENS, ROWS, WANTED, OVERFLOWS, DEMAND, CAPACITY, PEAK, OVERFLOW_PEAK, B
 OVERFLOW, LAYER, FIRST_DEMAND, FIRST_CAPACITY, BAD_IDS, REPEATS, NUM_TROUBLES = range(7)
 TOKENS_OF_PEAK = 2**20  # a peak is a demand per so many tokens: one number that is compared across calls and ranks
 _COPY_EVERY_S = 1.0  # how often the device's words are sent to the host where nobody asks for them
+_POLICIES: tuple[OnOverflow, ...] = ("drop", "skip_step", "raise")
 _now = time.monotonic
 
 
@@ -55,7 +57,7 @@ class Entry(NamedTuple):
     @property
     def policy(self) -> int:
         """`on_overflow` as a number: 0 counts, 1 flags as well, 2 raises as well."""
-        return ("drop", "skip_step", "raise").index(self.on_overflow)
+        return _POLICIES.index(self.on_overflow)
 
 
 class Trouble(NamedTuple):
@@ -101,6 +103,10 @@ class Ledger(ABC):
     @abstractmethod
     def enter(self, entry: Entry) -> Tensor:
         """Write a dispatch down; returns `[1]` int64 on the device: the end of its last expert's rows."""
+
+    def account(self, layer: str, on_overflow: OnOverflow) -> Account | None:
+        """Where the device may enter a dispatch of this layer in the place of `enter`; None: it may not."""
+        return None
 
     @abstractmethod
     def note_repeats(self, expert_ids: Tensor) -> None:
@@ -247,9 +253,11 @@ class DeviceLedger(Ledger):
     def enter(self, entry: Entry) -> Tensor:
         from .kernels.tally import launch_tally
 
-        place, words = self._counters.of(entry.layer)
-        books = (words, self._troubles, self._told, self.overflowed)
-        return launch_tally(entry, books, place, self.alignment)
+        return launch_tally(entry, self.account(entry.layer, entry.on_overflow), self.alignment)
+
+    def account(self, layer: str, on_overflow: OnOverflow) -> Account:
+        place, words = self._counters.of(layer)
+        return Account(words, self._troubles, self._told, self.overflowed, place, _POLICIES.index(on_overflow))
 
     def take(self) -> Tensor:
         words = self.words()

@@ -88,7 +88,8 @@ class OpenDispatcher:
         ids = expert_ids if expert_ids.dtype is torch.int64 else expert_ids.to(torch.int64)
 
         def movement(transport: Transport, call: Call) -> tuple[Tensor, Received]:
-            received = transport.dispatch(x, scores, ids, num_rows, call)
+            account = self.accounts.offer(x, facts)
+            received = transport.dispatch(x, scores, ids, num_rows, call._replace(account=account))
             if num_rows is None and self.config.row_capacity.kind == "calibrated":
                 most_rows = transport.agree_max(received.rows.shape[0], call)
                 if self.sizes.measure(facts.layer, x.shape[0], facts.num_tokens_per_rank, most_rows):
@@ -179,7 +180,7 @@ class OpenDispatcher:
     def zero_tail(self, rows: Tensor, rows_end: Tensor) -> None:
         """Zero what lies behind the last expert's rows, in place, where the configuration asks for it."""
         if self.config.zero_tail and self.config.row_capacity.kind != "exact":
-            zero_tail(rows, rows_end)
+            zero_tail(rows, rows_end, max_programs=self.config.num_sms)
 
     def touch(self) -> None:
         """A host touch point: raise the first fault, or what the device has told of since the last one.
@@ -222,9 +223,9 @@ class OpenDispatcher:
         rows_end = self.accounts.enter(x, expert_ids, facts, received)
         self.statistics.note_dispatch(facts.layer, received.rows.shape[0])
         if facts.num_rows >= 0 and self.config.zero_tail:
-            zero_tail(received.rows, rows_end, received.row_scores)
+            zero_tail(received.rows, rows_end, received.row_scores, max_programs=self.config.num_sms)
             if received.kept_scores is not None:
-                zero_tail(received.kept_scores.unsqueeze(1), rows_end)
+                zero_tail(received.kept_scores.unsqueeze(1), rows_end, max_programs=self.config.num_sms)
         return rows_end
 
     def allow_unmapping(self) -> None:

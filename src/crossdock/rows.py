@@ -238,15 +238,18 @@ def _in_float32(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     return rows if rows.dtype == torch.float32 else scratch.copy_(rows)
 
 
-def score_gradient(rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torch.Tensor) -> torch.Tensor:
+def score_gradient(
+    rows: torch.Tensor, grad_rows: torch.Tensor, row_scores: torch.Tensor, max_programs: int | None = None
+) -> torch.Tensor:
     """The float32 dot of every row `[R, D]` with its gradient row: `[R]`; one row's does not depend on the others.
 
-    Scales `grad_rows` in place to `round(float32(grad) * score)`, with `row_scores [R]` float32.
+    Scales `grad_rows` in place to `round(float32(grad) * score)`, with `row_scores [R]` float32. On a GPU at most
+    `max_programs` blocks do it.
     """
     if rows.is_cuda:
         from .kernels.score import launch_score_gradient
 
-        return launch_score_gradient(rows, grad_rows, row_scores)
+        return launch_score_gradient(rows, grad_rows, row_scores, max_programs)
     dots = torch.empty_like(row_scores)
     for scratch, (grad, these, scores, dot) in _chunks(rows, new_rows, grad_rows, rows, row_scores, dots):
         _scale(grad, these, scores, scratch, grad, dot)
@@ -297,12 +300,17 @@ def gather_gradient(
     return scaled, dots
 
 
-def zero_tail(rows: torch.Tensor, end: torch.Tensor, scores: torch.Tensor | None = None) -> None:
-    """Zero `rows [R, D]`, and `scores [R]` if given, from row `end [1]` (int64, on their device) on; in place."""
+def zero_tail(
+    rows: torch.Tensor, end: torch.Tensor, scores: torch.Tensor | None = None, max_programs: int | None = None
+) -> None:
+    """Zero `rows [R, D]`, and `scores [R]` if given, from row `end [1]` (int64, on their device) on; in place.
+
+    On a GPU at most `max_programs` blocks do it.
+    """
     if rows.is_cuda:
         from .kernels.tail import launch_zero_tail
 
-        launch_zero_tail(end, rows, scores)
+        launch_zero_tail(end, rows, scores, max_programs)
         return
     rows[int(end) :].zero_()
     if scores is not None:

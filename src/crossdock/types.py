@@ -97,7 +97,7 @@ class DispatcherConfig:
         distinct_experts: a declaration that a token never names an expert twice.
         quantization: must be None: no quantised transport is offered yet.
         zero_tail: whether rows behind the last expert's group are zeroed.
-        num_sms: the most GPU blocks a kernel that moves rows may take, from 2 on; None lets the backend choose.
+        num_sms: the most GPU blocks a kernel that moves rows may take; None lets the backend choose.
         timeout_s: seconds that a rank waits for its peers in one call.
 
     Raises:

@@ -31,7 +31,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from crossdock.backends.symmetric import SymmetricBackend
 from crossdock.backends.symmetric.plan import Plan
 from crossdock.backends.symmetric.transport import SymmetricTransport
-from crossdock.kernels import publish, scalars, signal
+from crossdock.kernels import dispatch, scalars, signal
 from crossdock.kernels.blocks import Tile
 from crossdock.kernels.signal import (
     ABORT,
@@ -52,8 +52,10 @@ from crossdock.kernels.signal import (
     ROUND_SHIFT,
     STAGING,
 )
+from crossdock.ledger import DeviceLedger, Entry
 from crossdock.memory.block import Block
 from crossdock.memory.workspace import Workspace
+from crossdock.types import OnOverflow
 from tests.kernels.symmetric_ranks import together
 
 TOP_K, HIDDEN, MAX_TOKENS, EXPERTS = 3, 24, 70, 4
@@ -61,23 +63,28 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Kernels that wait and tell, several programs a launch wherever none waits for a later one, several chunks."""
-    tiles = {
-        name: Tile(4, 16, programs, 2)
-        for name, programs in (("push", 3), ("spread", 1), ("give", 4), ("take", 5), ("weigh", 3))
-    }
+def as_on_a_gpu(*, alone: bool = False, small: bool = False) -> Iterator[None]:
+    """Kernels that wait and tell, several programs a launch wherever none waits for a later one, several chunks.
+
+    With `alone` one program does it all, with `small` that of the kernels for small batches.
+    """
+    programs = {"push": 3, "spread": 1, "give": 4, "take": 5, "weigh": 3}
+    if alone:
+        programs = {"push": 1, "spread": 0, "give": 1, "take": 0, "weigh": 1}
+    tiles: dict[str, Any] = {name: Tile(4, 16, number, 2) for name, number in programs.items()}
     plan_of = Plan.of
 
     def plan(cls: type[Plan], spec: TransportSpec, device: torch.device) -> Plan:
-        return plan_of(spec, device)._replace(chunk_len=16, arrangers=1, small=0, **tiles)
+        return plan_of(spec, device)._replace(
+            chunk_len=16, arrangers=1, small=int(small), others=1 if alone else 64, **tiles
+        )
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(signal.Board, "fused", property(lambda board: True))
         monkeypatch.setattr(Plan, "of", classmethod(plan))
         monkeypatch.setattr(scalars, "_MAX_PROGRAMS", 1)
         monkeypatch.setattr(scalars, "_CUDA_BLOCK", 16)
-        monkeypatch.setattr(publish, "routing_block", lambda *_: 8)
+        monkeypatch.setattr(dispatch, "routing_block", lambda *_: 8)
         yield
 
 
@@ -159,6 +166,18 @@ def _problem(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     "num_tokens", [0, pytest.param(7, marks=pytest.mark.full), 33, pytest.param(MAX_TOKENS, marks=pytest.mark.full)]
 )
 def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, alignment, reduction):
+    _compare_with_permuting(num_tokens, capacity, alignment, reduction, told)
+
+
+@pytest.mark.parametrize(("capacity", "reduction"), [(400, "fast"), (None, "exact")])
+def test_so_does_one_program_alone(told, capacity, reduction):
+    with as_on_a_gpu(alone=True):
+        _compare_with_permuting(33, capacity, 8, reduction, told)
+
+
+def _compare_with_permuting(
+    num_tokens: int, capacity: int | None, alignment: int, reduction: str, told: list[tuple[int, int]]
+) -> None:
     spec = _spec(expert_alignment=alignment, reduction=reduction)
     kind = cd.RowCapacity.exact() if capacity is None else cd.RowCapacity.rows(capacity)
     transport, local = _opened(spec), LocalTransport(dataclasses.replace(spec, row_capacity=kind))
@@ -197,6 +216,35 @@ def test_one_rank_does_what_permuting_does(fused, told, num_tokens, capacity, al
     # Whatever counts too few programs tells too early, and then once more.
     assert len(told) == len(set(told)) >= (3 + rounds) * 2
     transport.close()
+
+
+def _assert_entered(transport: SymmetricTransport, limits: tuple[int, ...], bound: int) -> None:
+    """What a kernel enters into an account is what a launch of its own enters for the same dispatches."""
+    of_kernel, by_itself = (DeviceLedger(transport.spec.expert_alignment, EXPERTS, CPU) for _ in range(2))
+    x, scores, ids = _problem(33, torch.bfloat16)
+    ids[3, 1] = EXPERTS + 2
+    policies: tuple[OnOverflow, ...] = ("raise", "skip_step", "drop")
+    for number, capacity in enumerate(limits):
+        layer, policy = f"layer {number % 2}", policies[number % 3]
+        call = _call(number, bound=bound)._replace(account=of_kernel.account(layer, policy))
+        got = transport.dispatch(x, scores, ids, capacity, call)
+        counts = (got.demand.wanted, got.tokens_per_expert, got.expert_offsets, got.demand.bad_ids)
+        end = by_itself.enter(Entry(layer, 33, capacity, *counts, bound, policy))
+        assert got.rows_end is not None and got.rows_end.tolist() == end.tolist() == [int(got.expert_offsets[-1])]
+    assert of_kernel.words().tolist() == by_itself.words().tolist()
+    assert (of_kernel.trouble(), of_kernel.told()) == (by_itself.trouble(), by_itself.told())
+    assert of_kernel.trouble().overflows == 1 and of_kernel.trouble().bad_ids == len(limits)
+    assert of_kernel.overflowed.tolist() == by_itself.overflowed.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["general", "small"])
+def test_a_dispatch_is_entered_where_it_is_counted(small):
+    capacity = cd.RowCapacity.worst_case()
+    with as_on_a_gpu(small=small):
+        transport = _opened(_spec(expert_alignment=8, row_capacity=capacity))
+        assert (transport._small_inbox is not None) == small
+        _assert_entered(transport, (48, 400, 48, 200, 400), bound=MAX_TOKENS)
+        transport.close()
 
 
 def test_ids_outside_the_range_are_counted_and_the_next_call_works(fused):

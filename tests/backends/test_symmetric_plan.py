@@ -43,15 +43,16 @@ def programs(of: Plan) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("num_sms", [2, 3, 4, 5, 7, 32, 131])
-def test_no_more_programs_move_rows_than_asked(num_sms: int):
+def test_no_more_programs_move_data_than_asked(num_sms: int):
     asked = plan_of(num_sms)
-    assert programs(asked) == (num_sms, num_sms)
+    assert programs(asked) == (num_sms, num_sms) and asked.others == num_sms
     assert asked.arrangers <= asked.spread.max_programs
     assert min(tile.max_programs for tile in (asked.push, asked.spread, asked.give, asked.take)) >= 1
 
 
-def test_one_program_cannot_do_all():
-    assert programs(plan_of(1)) == (2, 2)
+def test_one_program_does_all():
+    assert programs(plan_of(1)) == (1, 1) and plan_of(1).arrangers == 1
+    assert str(plan_of(1)).startswith("one program does a whole dispatch or combine")
 
 
 @pytest.mark.parametrize(("ep_size", "pushers"), [(1, 1), (2, PROCESSORS), (8, PROCESSORS)])

@@ -19,9 +19,9 @@ from crossdock.kernels.signal import (
     ROUND,
     ROUND_SHIFT,
     Board,
-    GivenUp,
     digest_of,
 )
+from crossdock.kernels.waits import GivenUp
 
 Result = TypeVar("Result")
 

@@ -47,7 +47,10 @@ _CASES = [
     ),
     _Case(
         score.score_gradient_kernel,
-        {"rows_ptr": "*bf16", "grad_ptr": "*bf16", "scores_ptr": "*fp32", "out_ptr": "*fp32", "hidden_dim": "i32"},
+        {
+            "rows_ptr": "*bf16", "grad_ptr": "*bf16", "scores_ptr": "*fp32", "out_ptr": "*fp32", "num_rows": "i32",
+            "hidden_dim": "i32",
+        },
         {"BLOCK_COLS": 2048},
         (round_to,),
         4,

@@ -145,6 +145,8 @@ def test_compiles_for_hopper(kernel: Callable[..., None], constants: dict[str, A
     if ones:
         constants = constants | {name: 1 for name in names if not name.endswith("_ptr")}
         types = {name: kind for name, kind in types.items() if name.endswith("_ptr")}
-    source = ASTSource(wrapped(kernel, "cuda"), {**types, **dict.fromkeys(constants, "constexpr")}, constants)
+    source = ASTSource(
+        wrapped(kernel, "cuda", (tally.tally,)), {**types, **dict.fromkeys(constants, "constexpr")}, constants
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     assert ".local" not in compiled.asm["ptx"], "registers spill into memory"

@@ -302,7 +302,7 @@ def test_worked_example_of_combining():
     inbox = team.ranks[1]._inbox
     assert inbox is not None
     _, weighed = team.run(combine, "combine")
-    assert inbox.shares[1, :, 0, 0].tolist() == [2.0, 3.0] and weighed.tolist() == [[5.0] * 8]  # the fifth round
+    assert inbox.rows[1, :, 0, 0].tolist() == [2.0, 3.0] and weighed.tolist() == [[5.0] * 8]  # the fifth round
     _, (_, scalars) = team.run(backward, "dispatch_backward")
     assert (float(inbox.scores[0, 0, 0, 0]), float(inbox.scores[0, 1, 0, 1])) == (7.0, 8.0)
     assert scalars.tolist() == [[7.0, 8.0]]
@@ -329,10 +329,8 @@ def test_worked_example_of_sizes():
 )  # fmt: skip
 def test_the_inbox_is_paid_for_by_small_dispatchers_alone(changes, has_inbox):
     spec = spec_of(4, **changes)
-    names = [buffer.name for buffer in buffers_of(spec)]
-    assert ("inbox_rows" in names) == ("inbox_shares" in names) == has_inbox
-    inbox = sum(buffer.num_bytes for buffer in buffers_of(spec) if buffer.name in ("inbox_rows", "inbox_shares"))
-    assert inbox == has_inbox * 4 * 4 * spec.num_max_tokens_per_rank * spec.hidden_dim * 4
+    inbox = sum(buffer.num_bytes for buffer in buffers_of(spec) if buffer.name == "inbox_rows")
+    assert inbox == has_inbox * 2 * 4 * spec.num_max_tokens_per_rank * spec.hidden_dim * 4
 
 
 # -- one kernel -------------------------------------------------------------------------------------------------------

@@ -24,15 +24,16 @@ _SHARED = {
 }  # fmt: skip
 _DISPATCH = {
     **_SHARED, "ALIGNMENT": 16, "NUM_EXPERTS": 256, "NUM_LOCAL": 64, "LOCAL_BLOCK": 64, "TOP_K_BLOCK": 8,
+    "ENTERS": True, "EXPERT_BLOCK": 64,
     "PLACES": 2048, "BLOCK": 1, "OTHERS": 1024, "COUNTED": 128, "READ_TOKENS": 128,
 }  # fmt: skip
 _COMBINE = {**_SHARED, "WEIGHTED": True, "SCALARS": False, "TOP_K_BLOCK": 8}
 _WITH_SCALARS = {**_COMBINE, "WEIGHTED": False, "SCALARS": True}
-_ROWS = ("x_ptr", "rows_ptr", "out_ptr", "inbox_rows_ptr", "inbox_shares_ptr")
+_ROWS = ("x_ptr", "rows_ptr", "out_ptr", "inbox_rows_ptr")
 _INT32 = ("inbox_places_ptr", "inbox_counts_ptr", "groups_ptr", "home_ptr", "row_of_slot_ptr", "ends_ptr")
 _FLOAT32 = (
     "scores_ptr", "inbox_scores_ptr", "row_scores_ptr", "kept_scores_ptr", "weights_ptr", "scalars_ptr",
-    "out_scalars_ptr",
+    "out_scalars_ptr", "overflowed_ptr",
 )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="triton is published for Linux only")
 
 from crossdock.kernels import signal, small, small_combine, small_dispatch, stress
 from crossdock.kernels.launch import wrapped
-from crossdock.kernels.signal import ARRIVALS, CHUNKS, INBOX, NUM_CHUNKS, STAGING, launch_tell, launch_wait
+from crossdock.kernels.signal import ARRIVALS, CHUNKS, INBOX, NUM_CHUNKS
 from crossdock.kernels.stress import DAWDLED, SLOWED, VISITS, delays
+from crossdock.kernels.waits import launch_tell, launch_wait
 from tests.kernels.symmetric_ranks import CALL, boards, together, word_of
 from tests.kernels.test_small_compiles import _COMBINE, _DISPATCH, _WITH_SCALARS
 from tests.kernels.test_small_compiles import compiled as compiled_small
@@ -51,7 +52,7 @@ def test_their_places_in_the_state_are_nobody_elses():
 def _tell(board: signal.Board, times: int) -> tuple[int, int]:
     """Tell a round's chunks so often; then how many visits there were, and how many atomics dawdled."""
     for _ in range(times):
-        launch_tell(board, CHUNKS, CALL.digest, buffer=STAGING, begins=True)
+        launch_tell(board, CHUNKS, CALL.digest, begins=True)
     return int(board.state[VISITS]), int(board.state[DAWDLED])
 
 
@@ -61,7 +62,7 @@ def test_some_visits_dawdle_and_what_is_told_stays_the_same():
         visits, dawdled = _tell(ranks[0], 15)
         assert visits == 15 * 2  # which round begins is told by `tell`, all chunks at once by the kernel itself
         assert visits < dawdled < 63 * visits / 3  # as long as one visit in four dawdles
-        launch_wait(ranks[1], signal.READ, CALL.digest, buffer=STAGING)  # which has pushed nothing yet
+        launch_wait(ranks[1], signal.READ, CALL.digest)  # which has pushed nothing yet
         assert int(ranks[1].state[VISITS]) > 0
     words = list(range(CHUNKS, CHUNKS + 2 * NUM_CHUNKS))
     latest = [15 if word >= CHUNKS + NUM_CHUNKS else 14 for word in words]
@@ -83,7 +84,7 @@ def test_programs_that_meet_and_wait_do_so_with_delays():
     """Two ranks, each in a thread: one tells, the other waits."""
     ranks = boards(2)
     with delays(5):
-        together(ranks, lambda board: launch_tell(board, CHUNKS, CALL.digest, buffer=STAGING, begins=True))
+        together(ranks, lambda board: launch_tell(board, CHUNKS, CALL.digest, begins=True))
         together(ranks, lambda board: launch_wait(board, CHUNKS, CALL.digest))
     assert all(int(board.state[VISITS]) >= 2 + 2 for board in ranks)
 
@@ -126,7 +127,7 @@ def _assert_dawdles(ptx: str) -> None:
         assert sum("atom." in line for line in body) == 1 and not _parts_ways(body)
 
 
-_MORE = ("publish routing", "arrange and move", "combine with scalars", "swap scalars")
+_MORE = ("publish and count", "dispatch", "combine with scalars", "swap scalars")
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,23 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crossdock.kernels import arrange, combine, move, publish, scalars, signal, spread, weigh
-from crossdock.kernels.arrange import Moving, Routed, launch_arrange, launch_place
+from crossdock.kernels import combine, dispatch, move, round, scalars, signal, waits, weigh
+from crossdock.kernels.account import Account
+from crossdock.kernels.arrange import Routed
 from crossdock.kernels.blocks import Tile
 from crossdock.kernels.combine import Routes, launch_combine, launch_combine_slot
-from crossdock.kernels.launch import wrapped
+from crossdock.kernels.dispatch import Moving, Sizes, launch_count, launch_dispatch, launch_place
+from crossdock.kernels.launch import Chosen, wrapped
 from crossdock.kernels.move import Moves, launch_move_rows
-from crossdock.kernels.publish import Routing, launch_publish_routing
+from crossdock.kernels.publish import Routing
 from crossdock.kernels.push import Staging
 from crossdock.kernels.scalars import Scalars, Slips, launch_swap_scalars
-from crossdock.kernels.signal import CHUNKS, READ, ROUTED, STAGING, launch_tell, launch_wait
+from crossdock.kernels.signal import CHUNKS, READ, ROUTED
+from crossdock.kernels.waits import launch_tell, launch_wait
 from crossdock.kernels.weigh import Weighed, launch_weigh_rows
 from tests.kernels.symmetric_ranks import CALL, boards
 
-_MODULES = (arrange, combine, move, publish, scalars, signal, weigh)
+_MODULES = (combine, dispatch, move, scalars, waits, weigh)
 _TARGET = GPUTarget("cuda", 90, 32)
 _KINDS = {
     torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -58,7 +61,7 @@ class _Case(NamedTuple):
     def waits(self) -> bool:
         if self.kernel in (weigh.weigh_rows_kernel, weigh.add_parts_kernel):
             return bool(self.constants.get("PUSHES"))
-        return bool(self.constants.get("FUSED", self.kernel is signal.wait_kernel))
+        return bool(self.constants.get("FUSED", self.kernel is waits.wait_kernel))
 
 
 @cache
@@ -67,7 +70,10 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
     found: dict[str, _Case] = {}
     name = ""
 
-    def record(kernel: Any, grid: Any, device: Any, *args: Any, helpers: Any = (), **options: Any) -> None:
+    def record(
+        kernel: Any, grid: Any, device: Any, *args: Any, chosen: Chosen | None = None, helpers: Any = (), **options: Any
+    ) -> None:
+        helpers, options = (helpers, options) if chosen is None else (chosen.helpers, chosen.options)
         names = list(inspect.signature(kernel).parameters)
         constants = {key: value for key, value in options.items() if key in names}
         rest = {key: value for key, value in options.items() if key not in names}
@@ -84,9 +90,10 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
     x, scores, ids = torch.zeros(tokens, x_stride, dtype=dtype)[:, :hidden], places[0], places[0].long()
     home, row_of_slot, rows = ids.int(), places.int(), torch.zeros(320, hidden, dtype=dtype)
     out, weights = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(320)
-    routing = Routing(ids, scores, table, table, tokens, 4 * local, count)
+    routing = Routing(ids, scores, table, table, tokens, 4 * local, count, home, count)
     routed, staging = Routed(row_of_slot, places, tokens), Staging(out.new_zeros(4, tokens, hidden), table, 64)
     moving = Moving(Moves(x, home, staging, tile, tile, padded=True), rows)
+    account = Account(count, count, count, weights, 3, 1)
     routes = Routes(row_of_slot, home, count)
     padding, sums = torch.zeros(2, local).long(), torch.zeros(tokens, hidden)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -94,21 +101,20 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
             monkeypatch.setattr(module, "launch", record)
         monkeypatch.setattr(signal.Board, "fused", property(lambda board: True))
         monkeypatch.setattr(signal.Board, "compiled", property(lambda board: True))
-        monkeypatch.setattr(arrange, "token_block", lambda *_: 32)
-        monkeypatch.setattr(publish, "routing_block", lambda *_: 64)
+        monkeypatch.setattr(dispatch, "token_block", lambda *_: 32)
+        monkeypatch.setattr(dispatch, "routing_block", lambda *_: 64)
         for word, kind in ((ROUTED, "routing"), (CHUNKS, "chunks"), (READ, "reading")):
             name = f"tell {kind}"
-            launch_tell(board, word, CALL.digest, buffer=STAGING, begins=word == CHUNKS)
+            launch_tell(board, word, CALL.digest, begins=word == CHUNKS)
             name = f"wait for {kind}"
-            launch_wait(board, word, CALL.digest, buffer=STAGING)
-        name = "publish routing"
-        launch_publish_routing(board, CALL, routing)
-        name = "arrange and move"
-        groups, _ = launch_arrange(board, CALL.digest, routed, 16, local, 320, 64, moving)
-        name = "count"
-        launch_arrange(board, CALL.digest, routed, 16, local, None, 64)
+            launch_wait(board, word, CALL.digest)
+        asked, sizes = (board, CALL, routing, routed), Sizes(16, local, 64)
+        name = "dispatch"
+        launch_dispatch(*asked, sizes, moving._replace(account=account, rows_end=count))
+        name = "publish and count"
+        groups = launch_count(*asked, sizes, None)
         name = "place and move"
-        launch_place(board, CALL.digest, routed, groups, 16, 320, 64, moving)
+        launch_place(*asked, groups, sizes, 320, moving)
         name = "move rows"
         launch_move_rows(board, CALL, moving.moves, row_of_slot, padding, rows, count, count)
         name = "wait for chunks"  # in between
@@ -127,7 +133,7 @@ def cases(dtype: torch.dtype = torch.bfloat16, x_stride: int = 2048) -> dict[str
             name = f"combine slot {slot}"
             launch_combine_slot(board, CALL, staging, routes, rows, scores, slot, sums, out, tile, tile)
         name = "swap scalars"
-        launch_swap_scalars(board, CALL, slips, weights, row_of_slot, home)
+        launch_swap_scalars(board, CALL, slips, weights, row_of_slot, home, 64)
     return found
 
 
@@ -194,7 +200,7 @@ def test_signals_are_ordered_over_the_whole_system():
     waiting = compiled(cases()["wait for reading"])
     assert waiting.count("atom.global.sys.acquire.add.u64") == 2
     assert "atom.global.sys.relaxed.add.u64" in waiting
-    assert "atom.global.gpu.acq_rel.add.u64" in compiled(cases()["publish routing"])
+    assert "atom.global.gpu.acq_rel.add.u64" in compiled(cases()["publish and count"])
 
 
 # -- rows move in vectors ---------------------------------------------------------------------------------------------
@@ -210,14 +216,14 @@ def _moves(ptx: str) -> set[str]:
 def test_rows_move_in_vectors_of_16_bytes(name: str):
     case = cases()[name]
     # `fill`, which makes padding zero and what was given up NaN, has few elements for each thread; so has counting.
-    others = {"st.global.v2.b32"} if spread.fill in case.helpers else set()
-    if case.kernel is arrange.arrange_kernel:
+    others = {"st.global.v2.b32"} if round.fill in case.helpers else set()
+    if case.kernel is dispatch.dispatch_kernel:
         others.add("ld.global.v2.b32")
     assert _moves(compiled(case)) - others == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
 def test_rows_that_lie_any_distance_apart_are_read_one_by_one():
-    for name in ("move rows", "arrange and move"):
+    for name in ("move rows", "dispatch"):
         moves = _moves(compiled(cases(x_stride=2051)[name]))
         # What others have pushed is read in vectors.
         assert {"ld.global.b16", "ld.global.v4.b32", "st.global.v4.b32"} <= moves

@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="the interpreter comes with triton, which i
 
 import triton.language as tl
 
-from crossdock.kernels import arrange
-from crossdock.kernels.arrange import Groups, Routed, launch_arrange, launch_place
-from crossdock.kernels.arrange_blocks import count_before, fit_groups
+from crossdock.kernels import dispatch
+from crossdock.kernels.arrange import Groups, Routed, count_before, fit_groups
 from crossdock.kernels.blocks import token_block
+from crossdock.kernels.dispatch import Sizes, launch_count, launch_place
 from crossdock.kernels.launch import launch
 from crossdock.kernels.publish import Routing, launch_publish_routing
 from crossdock.kernels.signal import BAD_IDS, NUM_SENT, STAGING, Board
@@ -35,15 +35,23 @@ class Sent(NamedTuple):
         ranks: their boards.
         ids: by receiver, `[ep_size, max_tokens, K]` int32.
         scores: by receiver, `[ep_size, max_tokens, K]` float32.
-        homes: by sender, `[T, K]` int32.
-        num_sent: by sender, rows that others will get.
+        routings: by sender.
     """
 
     ranks: list[Board]
     ids: list[torch.Tensor]
     scores: list[torch.Tensor]
-    homes: list[torch.Tensor]
-    num_sent: list[int]
+    routings: list[Routing]
+
+    @property
+    def homes(self) -> list[torch.Tensor]:
+        """By sender, `[T, K]` int32."""
+        return [routing.home_of_slot for routing in self.routings]
+
+    @property
+    def num_sent(self) -> list[int]:
+        """By sender, rows that others will get."""
+        return [int(routing.num_sent) for routing in self.routings]
 
 
 def send(ids: list[torch.Tensor], scores: list[torch.Tensor], num_local: int, *, max_tokens: int = MAX_TOKENS) -> Sent:
@@ -52,17 +60,16 @@ def send(ids: list[torch.Tensor], scores: list[torch.Tensor], num_local: int, *,
     ranks, place = boards(ep_size), (ep_size, max_tokens, top_k)
     all_ids = [torch.full(place, 3, dtype=torch.int32) for _ in ranks]
     all_scores = [torch.full(place, 9.0) for _ in ranks]
-    sent = [torch.full((1,), 100) for _ in ranks]
-    tables, found, num_sent = (table_of(all_ids), table_of(all_scores)), [], []
+    tables, routings = (table_of(all_ids), table_of(all_scores)), []
     for board in ranks:
         routing = Routing(
-            ids[board.rank], scores[board.rank], *tables, max_tokens, num_local * ep_size, sent[board.rank]
-        )
-        home, num = launch_publish_routing(board, CALL, routing)
-        assert int(sent[board.rank]) == 100 + int(num)
-        found.append(home)
-        num_sent.append(int(num))
-    return Sent(ranks, all_ids, all_scores, found, num_sent)
+            ids[board.rank], scores[board.rank], *tables, max_tokens, num_local * ep_size, torch.full((1,), 100),
+            torch.empty(ids[board.rank].shape, dtype=torch.int32), torch.empty(1, dtype=torch.int64),
+        )  # fmt: skip
+        launch_publish_routing(board, CALL, routing)
+        assert int(routing.sent) == 100 + int(routing.num_sent)
+        routings.append(routing)
+    return Sent(ranks, all_ids, all_scores, routings)
 
 
 def _ones(ids: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -127,12 +134,12 @@ class Arranged:
         bound: int = MAX_TOKENS,
     ) -> None:
         board, routed = sent.ranks[rank], Routed(sent.ids[rank], sent.scores[rank], bound)
-        groups, both = launch_arrange(board, CALL.digest, routed, alignment, num_local, capacity, 64, None)
-        self.groups: Groups = groups
-        self.num_rows_wanted = int(groups.report[0])
-        if both is None:
-            both = launch_place(board, CALL.digest, routed, groups, alignment, self.num_rows_wanted, 64)
-        self.row_scores, self.kept_scores = both
+        asked = (board, CALL, sent.routings[rank], routed)
+        sizes = Sizes(alignment, num_local, 64)
+        self.groups: Groups = launch_count(*asked, sizes, capacity)
+        self.num_rows_wanted = int(self.groups.report[0])
+        num_rows = self.num_rows_wanted if capacity is None else capacity
+        self.row_scores, self.kept_scores = launch_place(*asked, self.groups, sizes, num_rows)
 
 
 def _assert_arranged(
@@ -199,7 +206,7 @@ def test_slots_are_placed_as_by_arithmetic(ep_size, num_local, top_k, alignment,
     scores = [torch.rand(part.shape, generator=generator) for part in ids]
     sent = send(ids, scores, num_local)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(arrange, "token_block", lambda *_: block)
+        monkeypatch.setattr(dispatch, "token_block", lambda *_: block)
         actual = Arranged(sent, rank, num_local, alignment=alignment, capacity=capacity, bound=bound)
     good = [drop_bad_ids(part, num_experts) for part in ids]
     _assert_arranged(actual, [part for part, _ in good], scores, (rank * num_local, num_local), alignment, capacity)
@@ -236,14 +243,13 @@ def test_worked_example_of_a_block():
     """Where its slots stand among those of their experts; rows are given to them only in the step behind this one."""
     sent = send(ids := [torch.tensor([[0, 1], [0, -1]])], _ones(ids), 2, max_tokens=2)
     routed = Routed(sent.ids[0], sent.scores[0], 2)
-    groups, row_scores = launch_arrange(sent.ranks[0], CALL.digest, routed, 1, 2, None, 64)
-    assert row_scores is None
+    groups = launch_count(sent.ranks[0], CALL, sent.routings[0], routed, Sizes(1, 2, 64), None)
     assert groups.row_of_slot.tolist() == [[[0, 0], [1, -1]]]
     assert groups.counts.tolist() == [[2, 1]]
 
 
 def test_worked_example_of_counting_by_block(monkeypatch):
-    monkeypatch.setattr(arrange, "token_block", lambda *_: 1)
+    monkeypatch.setattr(dispatch, "token_block", lambda *_: 1)
     ids = [torch.tensor([[0]]), torch.tensor([[1], [0]])]
     actual = Arranged(send(ids, _ones(ids), 1, max_tokens=2), 0, 1, bound=2)
     assert actual.groups.counts.flatten().tolist() == [1, 0, 0, 1]

@@ -351,7 +351,8 @@ def _swapped(routes: Routes, values: list[torch.Tensor], slips: list[Slips]) -> 
 
     def act(board: Board) -> torch.Tensor:
         rank = board.rank
-        return launch_swap_scalars(board, CALL, slips[rank], values[rank], routes.row_of_slot[rank], routes.homes[rank])
+        there, here = routes.row_of_slot[rank], routes.homes[rank]
+        return launch_swap_scalars(board, CALL, slips[rank], values[rank], there, here, 64)
 
     return ranks, together(ranks, act)
 

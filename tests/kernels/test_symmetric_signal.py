@@ -42,13 +42,10 @@ from crossdock.kernels.signal import (
     TOKENS,
     WAITING,
     Board,
-    GivenUp,
     digest_of,
-    launch_tell,
-    launch_wait,
     varying,
-    wait_kernel,
 )
+from crossdock.kernels.waits import GivenUp, launch_tell, launch_wait, wait_kernel, wait_on_cpu
 from tests.kernels.symmetric_ranks import CALL, boards, word_of
 
 DIGEST = CALL.digest
@@ -123,7 +120,7 @@ def test_everybody_hears_of_routing(ep_size):
 def test_everybody_hears_of_chunks_by_the_round_s_parity():
     ranks = boards(3)
     for number in (1, 2, 3):
-        launch_tell(ranks[1], CHUNKS, DIGEST, buffer=STAGING, begins=True)
+        launch_tell(ranks[1], CHUNKS, DIGEST, begins=True)
         assert ranks[1].state.tolist()[: STAGING + 1] == [number, number]
         first = CHUNKS + number % 2 * NUM_CHUNKS
         for board in ranks:
@@ -146,7 +143,7 @@ def test_whatever_else_is_told_of_a_round_the_last_chunk_is_told_last(monkeypatc
 
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", noting)
     ranks = boards(3)
-    launch_tell(ranks[2], CHUNKS, DIGEST, buffer=STAGING, begins=True)
+    launch_tell(ranks[2], CHUNKS, DIGEST, begins=True)
     words = [ROUTED + 1, *range(CHUNKS + NUM_CHUNKS, CHUNKS + 2 * NUM_CHUNKS)]
     assert told == [board.signals[word, 2].data_ptr() for word in words for board in ranks]
 
@@ -154,7 +151,7 @@ def test_whatever_else_is_told_of_a_round_the_last_chunk_is_told_last(monkeypatc
 def test_chunks_of_a_round_that_routing_has_begun_and_its_end():
     ranks = boards(2, last_round=6)
     launch_tell(ranks[0], ROUTED, DIGEST, num_tokens=1)
-    launch_tell(ranks[0], CHUNKS, DIGEST, buffer=STAGING)
+    launch_tell(ranks[0], CHUNKS, DIGEST)
     launch_tell(ranks[0], READ, DIGEST)
     assert ranks[0].state.tolist()[: STAGING + 1] == [7, 7]
     for board in ranks:
@@ -167,7 +164,7 @@ def test_chunks_of_a_round_that_routing_has_begun_and_its_end():
 def test_nobody_hears_of_a_rank_that_has_given_up(word):
     ranks = boards(2)
     ranks[0].state[GIVEN_UP] = ABORTED
-    launch_tell(ranks[0], word, DIGEST, buffer=STAGING, begins=word == CHUNKS)
+    launch_tell(ranks[0], word, DIGEST, begins=word == CHUNKS)
     for board in ranks:
         assert not board.signals[READ:].any() and not board.signals[ROUTED : ROUTED + 2].any()
 
@@ -175,12 +172,12 @@ def test_nobody_hears_of_a_rank_that_has_given_up(word):
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 
-def look(board: Board, word: int, *, digest: int = DIGEST, buffer: int = 0, ends: bool = False) -> int:
+def look(board: Board, word: int, *, digest: int = DIGEST, ends: bool = False) -> int:
     """How a wait stands after one poll; what the host sees agrees."""
     before, given_up = board.desk.tolist(), int(board.state[GIVEN_UP])
     launch(
         wait_kernel, (1,), board.device, *board.tensors, digest, 1, 1,
-        WORD=word, BUFFER=buffer, COUNTS=False, ENDS=ends, NUM_CHUNKS=NUM_CHUNKS,
+        WORD=word, COUNTS=False, ENDS=ends, NUM_CHUNKS=NUM_CHUNKS,
         helpers=SIGNALLING, **board.constants,
     )  # fmt: skip
     code, ended = int(board.state[GIVEN_UP]), int(board.desk[DESK_ENDED]) - before[DESK_ENDED]
@@ -229,7 +226,7 @@ def test_what_was_given_up_before_ends_every_wait():
     for before in (ABORTED, LEFT, DIFFERS):
         board.state[GIVEN_UP], board.state[LAST_TARGET] = before, 2
         for word in (ROUTED, CHUNKS, READ):
-            assert look(board, word, digest=9, buffer=STAGING) == before
+            assert look(board, word, digest=9) == before
         assert int(board.state[LAST_TARGET]) == 2 and int(board.desk[DESK_CODE]) == 0  # told when it happened
 
 
@@ -238,9 +235,9 @@ def test_reading_has_no_call_and_waits_for_the_last_round_that_pushed_anything()
     board.signals[READ] = torch.tensor([word_of(3, 0), word_of(3, 0), word_of(2, 0)])
     for last, code in ((0, ARRIVED), (2, ARRIVED), (3, WAITING)):  # in 0 nothing was ever pushed
         board.state[STAGING] = last
-        assert look(board, READ, digest=77, buffer=STAGING) == code
+        assert look(board, READ, digest=77) == code
     board.signals[READ, 2] = word_of(3, 0)
-    assert look(board, READ, digest=77, buffer=STAGING) == ARRIVED
+    assert look(board, READ, digest=77) == ARRIVED
 
 
 def test_words_of_the_other_parity_do_not_count():
@@ -290,7 +287,7 @@ def test_a_wait_is_launched_again_once_something_has_changed():
 
     thread = threading.Thread(target=later)
     thread.start()
-    signal.wait_on_cpu(board, ask)
+    wait_on_cpu(board, ask)
     thread.join()
     assert asked == [0, 1, 2]
 

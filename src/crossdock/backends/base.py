@@ -16,6 +16,7 @@ import torch
 from ..group.faults import TransportFault
 from ..group.fingerprint import CallFacts
 from ..group.members import Members
+from ..kernels.account import Account
 from ..rows import score_gradient
 from ..types import Reduction, RowCapacity
 
@@ -138,11 +139,13 @@ class Call(NamedTuple):
         facts: what this rank understands the call to be.
         words: the same as `fingerprint.NUM_WORDS` integers, to be sent to every peer.
         verify: takes every rank's words and raises `ContractViolation` where they differ.
+        account: where a dispatch may be entered on the device by what moves its rows; None where it is done for it.
     """
 
     facts: CallFacts
     words: tuple[int, ...]
     verify: Callable[[Sequence[Sequence[int]]], None]
+    account: Account | None = None
 
 
 class Traffic(NamedTuple):
@@ -184,6 +187,7 @@ class Received(NamedTuple):
         demand: see `Demand`.
         kept_scores: `row_scores` once more, in memory of its own, where the transport has written both; else whoever
             needs it copies.
+        rows_end: `[1]` int64: the last offset, where the transport has entered the dispatch into `Call.account`.
     """
 
     rows: torch.Tensor
@@ -193,6 +197,7 @@ class Received(NamedTuple):
     layout: list[torch.Tensor]
     demand: Demand
     kept_scores: torch.Tensor | None = None
+    rows_end: torch.Tensor | None = None
 
 
 Layout = Sequence[torch.Tensor]
@@ -240,7 +245,7 @@ class Transport(ABC):
             The gradient of the rows, `[R, hidden_dim]`, and of the scores, `[T, top_k]` float32.
         """
         grad_rows = self.rows_out(grad_out, layout, call)
-        grad_row_scores = score_gradient(rows, grad_rows, row_scores)
+        grad_row_scores = score_gradient(rows, grad_rows, row_scores, self.spec.num_sms)
         return grad_rows, self.scalars_home(grad_row_scores, layout, None)
 
     def dispatch_backward(

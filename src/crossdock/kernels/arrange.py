@@ -7,6 +7,9 @@ in its own. Two ranks, one local expert (expert 0), one slot a token; rank 0 has
 Blocks of one token, two a rank: slots by block are 1, 0, 0, 1, so 0, 1, 1, 1 stand before them; the group begins at row
 0 and has 2 rows; `row_of_slot = [[[0], [-1]], [[-1], [1]]]`. With a capacity of 1 row the last slot is dropped:
 `[[[0], [-1]], [[-1], [-2]]]`, 1 row is kept and 2 were wanted.
+
+A block: two slots a token, two experts here, two tokens with ids `[[0, 1], [0, -1]]`: the slots stand behind 0, 0 and 1
+others of their expert in the block, and the block counts 2 and 1.
 """
 
 from __future__ import annotations
@@ -16,31 +19,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .arrange_blocks import ARRANGING, arrange_share
-from .blocks import power_of_two, token_block, up_to
-from .launch import launch
-from .move import Moves
-from .publish import new_scores
-from .push import PUSHING, push_chunks
-from .signal import (
-    ENDLESS,
-    NUM_CHUNKS,
-    POLLS_PER_LOOK,
-    ROUTED,
-    SIGNALLING,
-    Board,
-    count_wait,
-    have_come,
-    launch_wait,
-    meet,
-    varying,
-)
-from .spread import SPREADING, end_round, fill_padding, spread_chunks
-
-NO_ROW, DROPPED = -1, -2
-_COUNTS_AT_ONCE = 4096  # elements: 16 registers of a thread
-_OTHERS = 32  # slots that a slot is compared with at a time
-_CPU_COMPARISONS = 1 << 19  # at a time in the interpreter, which takes tensors of 2^20 elements
+from .signal import is_last, meet, wait_for, wide
 
 
 class Routed(NamedTuple):
@@ -61,8 +40,8 @@ class Groups(NamedTuple):
     """The experts' groups of rows.
 
     Attributes:
-        row_of_slot: `[ep_size, S, K]` int32: the row of every slot; `NO_ROW` without an expert here, `DROPPED` beyond
-            the capacity. Until slots are placed: how many of its expert stand before it in its block.
+        row_of_slot: `[ep_size, S, K]` int32: the row of every slot; -1 without an expert here, -2 beyond the capacity.
+            Until slots are placed: how many of its expert stand before it in its block.
         counts: `[ep_size * num_blocks, e]` int32: slots of an expert in each block of tokens.
         padding: `[2, e]` int64: where each group's padding begins and ends.
         tokens_per_expert: `[e]` int64: rows that are kept.
@@ -82,227 +61,206 @@ class Groups(NamedTuple):
     report: torch.Tensor
 
 
-class Moving(NamedTuple):
-    """Rows that the same launch moves: some programs push meanwhile, the others spread when they have arranged.
+def count_block(
+    ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens, first_expert,
+    TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Place the slots of one block of tokens among those of their experts in it, and count them."""
+    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
+    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
+    ids_at = ids_ptr + wide(from_rank) * max_tokens * TOP_K
+    named = (token < num_tokens) & (slot < TOP_K)
+    expert = tl.load(ids_at + token * TOP_K + slot, mask=named, other=-1) - first_expert
+    here = named & (expert >= 0) & (expert < NUM_LOCAL)
+    expert = tl.where(here, expert, -1)
+    counts = counts_ptr + wide(tile) * NUM_LOCAL
+    local = tl.arange(0, LOCAL_BLOCK)
+    tl.store(counts + local, 0, mask=local < NUM_LOCAL)
+    earlier = tl.full((BLOCK * TOP_K_BLOCK,), 0, tl.int32)
+    for start in tl.static_range(0, BLOCK * TOP_K_BLOCK, OTHERS):  # unrolled, so that all is loaded at once
+        other = start + tl.arange(0, OTHERS)
+        other_token, other_slot = block * BLOCK + other // TOP_K_BLOCK, other % TOP_K_BLOCK
+        other_named = (other_token < num_tokens) & (other_slot < TOP_K)
+        other_id = tl.load(ids_at + other_token * TOP_K + other_slot, mask=other_named, other=-1) - first_expert
+        same = (expert[:, None] == other_id[None, :]) & (other[None, :] < flat[:, None])
+        earlier += tl.reduce(same.to(tl.int32), 1, tl.standard._sum_combine)
+    at = (wide(from_rank) * bound + token) * TOP_K + slot
+    tl.store(row_of_slot_ptr + at, tl.where(here, earlier, -1), mask=(token < bound) & (slot < TOP_K))
+    tl.debug_barrier()
+    tl.atomic_add(counts + expert, 1, mask=here, sem="relaxed", scope="gpu")
 
-    Attributes:
-        moves: see there.
-        out: `[R, D]`.
+
+def count_before(counts_ptr, tile, num_tiles, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Slots by expert in the blocks before `tile`, and in all: counts 1, 0, 0, 1 are 1 before tile 3, and 2."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    before = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    total = tl.full((TILES, LOCAL_BLOCK), 0, tl.int32)
+    for start in range(0, num_tiles, TILES):
+        other = start + tl.arange(0, TILES)
+        known = (other < num_tiles)[:, None] & (local < NUM_LOCAL)[None, :]
+        at = counts_ptr + other[:, None].to(tl.int64) * NUM_LOCAL + local[None, :]
+        count = tl.load(at, mask=known, other=0)
+        total += count
+        before += tl.where((other < tile)[:, None], count, 0)
+    return tl.reduce(before, 0, tl.standard._sum_combine), tl.reduce(total, 0, tl.standard._sum_combine)
+
+
+def fit_groups(wanted, capacity, ALIGNMENT: tl.constexpr):
+    """Padded groups one after the other, cut off at the capacity: starts, kept, ends, and the rows of all.
+
+    Wanted 0, 1, 9 with alignment 8 end at 0, 8, 24; with a capacity of 16 they end at 0, 8, 16 and keep 0, 1, 8.
     """
+    padded = (wanted + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    end = tl.associative_scan(padded, 0, tl.standard._sum_combine)
+    start = end - padded
+    room = tl.where(capacity > start, capacity - start, 0)
+    kept = tl.where(wanted < room, wanted, room)
+    start = tl.where(start < capacity, start, capacity)
+    return start, kept, tl.where(end < capacity, end, capacity), tl.reduce(padded, 0, tl.standard._sum_combine)
 
-    moves: Moves
-    out: torch.Tensor
+
+def report_groups(
+    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start, kept, end, num_rows,
+    NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write what the caller is told of the groups, and of what every rank brings (`told_ptr [EP]`)."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    known = local < NUM_LOCAL
+    tl.store(wanted_ptr + local, wanted.to(tl.int64), mask=known)
+    tl.store(padding_ptr + local, (start + kept).to(tl.int64), mask=known)
+    tl.store(padding_ptr + NUM_LOCAL + local, end.to(tl.int64), mask=known)
+    tl.store(kept_ptr + local, kept.to(tl.int64), mask=known)
+    tl.store(ends_ptr + local, end, mask=known)
+    tl.store(report_ptr, num_rows.to(tl.int64))
+    peer = tl.arange(0, EP_BLOCK)
+    brought = tl.load(told_ptr + peer, mask=peer < EP_SIZE, other=0)
+    tl.store(report_ptr + 1 + peer, brought & 0xFFFFFFFF, mask=peer < EP_SIZE)
+    tl.store(bad_ids_ptr + peer, brought >> 32, mask=peer < EP_SIZE)
 
 
-def arrange_kernel(
-    signals_ptr, table_ptr, state_ptr, desk_ptr,
-    ids_ptr,  # [EP, max_tokens, K] int32
-    scores_ptr,  # [EP, max_tokens, K] float32
-    row_of_slot_ptr,  # [EP, S, K] int32
-    counts_ptr,  # [EP * num_blocks, e] int32
-    padding_ptr,  # [2, e] int64
-    kept_ptr,  # [e] int64
-    wanted_ptr,  # [e] int64
-    ends_ptr,  # [e] int32
-    bad_ids_ptr,  # [EP] int64
-    report_ptr,  # [1 + EP] int64
-    next_row_ptr,  # [programs, 2, e] int32, of nobody else's interest
-    row_scores_ptr,  # [R] float32; used when slots are placed
-    kept_scores_ptr,  # [R] float32: the same once more
-    x_ptr,  # [T, D]
-    home_ptr,  # [T, K] int32
-    staging_ptr,  # [EP, max_tokens, D], shared
-    staging_table_ptr,  # [EP] int64: addresses of [EP, max_tokens, D]
-    out_ptr,  # [R, D]
-    rank,
-    digest,
-    tokens,  # `varying`: T
-    places,  # `varying`: S
-    limit,  # `varying`: R
-    hidden_dim,
-    x_stride,
-    max_tokens,
-    chunk_len,
-    num_pushers,  # the programs behind them arrange
-    COUNTS: tl.constexpr,  # the first step
-    PLACES: tl.constexpr,  # the second
-    MOVES: tl.constexpr,  # whether rows are moved as well
-    FUSED: tl.constexpr,  # whether this kernel waits and tells, and its programs meet between steps
-    PADDED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    LOCAL_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
-    TILES: tl.constexpr,
-    PUSH_PARTS: tl.constexpr,  # into which columns are cut
-    PARTS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    EP_SIZE: tl.constexpr,
-    EP_BLOCK: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    POLLS: tl.constexpr,
+def place_block(
+    ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptrs, next_row_ptr, from_rank, block, bound, max_tokens,
+    first_expert, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of one block of tokens: `next_row_ptr [2, e]` has each expert's next row, and how many still fit."""
+    flat = tl.arange(0, BLOCK * TOP_K_BLOCK)
+    token, slot = block * BLOCK + flat // TOP_K_BLOCK, flat % TOP_K_BLOCK
+    at = (wide(from_rank) * bound + token) * TOP_K + slot
+    earlier = tl.load(row_of_slot_ptr + at, mask=(token < bound) & (slot < TOP_K), other=-1)
+    here = earlier >= 0
+    source = wide(from_rank) * max_tokens * TOP_K + token * TOP_K + slot
+    score = tl.load(scores_ptr + source, mask=here, other=0.0)
+    expert = tl.load(ids_ptr + source, mask=here, other=0) - first_expert
+    expert = tl.where(here, expert, 0)
+    row = tl.load(next_row_ptr + expert, mask=here, other=0) + earlier
+    fits = here & (earlier < tl.load(next_row_ptr + NUM_LOCAL + expert, mask=here, other=0))
+    tl.store(row_of_slot_ptr + at, tl.where(fits, row, -2), mask=here)
+    tl.store(row_scores_ptrs[0] + row, score, mask=fits)
+    tl.store(row_scores_ptrs[1] + row, score, mask=fits)
+
+
+def count_share(
+    signals_ptr, state_ptr, desk_ptr, ids_ptr, row_of_slot_ptr, counts_ptr, told_ptr, number, digest, first_expert,
+    begin, end_tile, num_blocks, bound, max_tokens, FUSED: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, POLLS: tl.constexpr,
     POLLS_PER_LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Arranging, by some programs, which then spread; the others push (patterns acquire, grid, publish and free)."""
-    number = tl.load(state_ptr)
-    num_arrangers = tl.num_programs(0) - num_pushers
-    first = tl.program_id(0) - num_pushers
-    bound, capacity = (places - 3) // 2, (limit - 3) // 2
-    row_scores_ptrs = (row_scores_ptr, kept_scores_ptr)
-    spreads = first >= 0
-    if first < 0:
-        if MOVES:
-            push_chunks(
-                x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, (tokens - 3) // 2,
-                max_tokens, first + num_pushers, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, TOP_K,
-                PUSH_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, PUSH_ROWS, BLOCK_COLS,
-            )  # fmt: skip
-            spreads = have_come(state_ptr, 1, num_arrangers)
-    else:
-        arrange_share(
-            signals_ptr, state_ptr, desk_ptr, ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, padding_ptr, kept_ptr,
-            wanted_ptr, ends_ptr, bad_ids_ptr, report_ptr, next_row_ptr, row_scores_ptrs, number, digest,
-            rank * NUM_LOCAL, first, num_arrangers, bound, capacity, max_tokens, COUNTS, PLACES, FUSED, ALIGNMENT,
-            TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS, TILES, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
-        )  # fmt: skip
-        if MOVES:
-            if first == 0:
-                count_wait(state_ptr, desk_ptr, 5)
-            meet(state_ptr, 1, num_arrangers)
-            if PADDED:
-                fill_padding(padding_ptr, out_ptr, first, num_arrangers, hidden_dim, NUM_LOCAL, BLOCK_COLS)
-    if MOVES:
-        if spreads:
-            spread_chunks(
-                signals_ptr, state_ptr, desk_ptr, x_ptr, staging_ptr, row_of_slot_ptr, out_ptr, number, digest, rank,
-                (tokens - 3) // 2, bound, max_tokens, hidden_dim, x_stride, chunk_len, FUSED, TOP_K, PARTS, NUM_CHUNKS,
-                EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
-            )  # fmt: skip
-        end_round(
-            signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptrs, number, digest, rank, bound,
-            capacity, hidden_dim, tl.num_programs(0), True, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS,
-            POLLS_PER_LOOK,
+    """Wait for all ranks' routing (pattern acquire), and count blocks `begin` up to `end_tile`."""
+    if FUSED:
+        word = 2 + number % 2
+        wait_for(signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True, EP_SIZE, EP_BLOCK)
+    for tile in range(begin, end_tile):
+        from_rank, block = tile // num_blocks, tile % num_blocks
+        num_tokens = (tl.load(told_ptr + from_rank) & 0xFFFFFFFF).to(tl.int32)
+        num_tokens = tl.where(num_tokens < bound, num_tokens, bound)
+        count_block(
+            ids_ptr, row_of_slot_ptr, counts_ptr, num_tokens, from_rank, block, tile, bound, max_tokens,
+            first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK, OTHERS,
         )  # fmt: skip
 
 
-def launch_arrange(
-    board: Board,
-    digest: int,
-    routed: Routed,
-    alignment: int,
-    num_local: int,
-    num_rows: int | None,
-    programs: int,
-    moving: Moving | None = None,
-) -> tuple[Groups, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Arrange what all ranks have sent, for a capacity of `num_rows`; None: for as many as come.
+def place_share(
+    ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, next_row, row_scores_ptrs, start, kept, end, before,
+    first_expert, first, begin, end_tile, num_blocks, bound, max_tokens, ALIGNMENT: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Place blocks `begin` up to `end_tile`, before which stand `before [e]` slots; the first also scores padding."""
+    local = tl.arange(0, LOCAL_BLOCK)
+    known = local < NUM_LOCAL
+    if ALIGNMENT > 1:
+        if first == 0:
+            for nth in range(1, ALIGNMENT):
+                padding = start + kept + nth - 1
+                tl.store(row_scores_ptrs[0] + padding, 0.0, mask=known & (padding < end))
+                tl.store(row_scores_ptrs[1] + padding, 0.0, mask=known & (padding < end))
+    for tile in range(begin, end_tile):
+        tl.debug_barrier()  # the last block's rows have been read
+        tl.store(next_row + local, start + before, mask=known)
+        tl.store(next_row + NUM_LOCAL + local, kept - before, mask=known)
+        tl.debug_barrier()
+        place_block(
+            ids_ptr, scores_ptr, row_of_slot_ptr, row_scores_ptrs, next_row, tile // num_blocks, tile % num_blocks,
+            bound, max_tokens, first_expert, TOP_K, TOP_K_BLOCK, NUM_LOCAL, BLOCK,
+        )  # fmt: skip
+        before += tl.load(counts_ptr + wide(tile) * NUM_LOCAL + local, mask=known, other=0)
 
-    Args:
-        board: this rank's.
-        digest: of this call.
-        routed: see there.
-        alignment: groups are padded to a multiple of this.
-        num_local: experts of a rank.
-        num_rows: R, or None; then slots are counted, and `launch_place` places them.
-        programs: how many arrange, at most.
-        moving: rows that the launch moves, on a GPU with `num_rows`; that is the end of the round.
 
-    Returns:
-        The groups, and `row_scores [R]` float32, 0 on padding rows, twice: each in memory of its own; None without R.
+def arrange_share(
+    signals_ptr, state_ptr, desk_ptr, ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, padding_ptr, kept_ptr,
+    wanted_ptr, ends_ptr, bad_ids_ptr, report_ptr, next_row_ptr, row_scores_ptrs, number, digest, first_expert, first,
+    num_arrangers, bound, capacity, max_tokens, COUNTS: tl.constexpr, PLACES: tl.constexpr, FUSED: tl.constexpr,
+    ALIGNMENT: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    LOCAL_BLOCK: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr, TILES: tl.constexpr, EP_SIZE: tl.constexpr,
+    EP_BLOCK: tl.constexpr, POLLS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Arranging, as program `first` of `num_arrangers`: count, look at what all have counted, report, and place.
+
+    Whether this program has reported.
     """
-    groups = _new_groups(board, routed, num_local)
-    row_scores = None if num_rows is None else new_scores(board, num_rows)
-    if not board.fused:
-        launch_wait(board, ROUTED, digest)
-    steps = [(True, num_rows is not None)]
-    if not board.fused and num_rows is not None:  # in the interpreter the steps are launches of their own
-        steps = [(True, False), (False, True)]
-    for counts, places in steps:
-        _launch(board, digest, routed, groups, alignment, num_rows, row_scores, counts, places, programs, moving)
-    return groups, row_scores
+    num_blocks = (bound + BLOCK - 1) // BLOCK
+    num_tiles = EP_SIZE * num_blocks
+    # Neighbours, since whoever places a block goes on from the one before it.
+    own = (num_tiles + num_arrangers - 1) // num_arrangers
+    begin = first * own
+    end_tile = tl.where(begin + own < num_tiles, begin + own, num_tiles)
+    told_ptr = signals_ptr + number % 2 * EP_SIZE
+    if COUNTS:
+        count_share(
+            signals_ptr, state_ptr, desk_ptr, ids_ptr, row_of_slot_ptr, counts_ptr, told_ptr, number, digest,
+            first_expert, begin, end_tile, num_blocks, bound, max_tokens, FUSED, TOP_K, TOP_K_BLOCK, NUM_LOCAL,
+            LOCAL_BLOCK, BLOCK, OTHERS, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
+        if PLACES:
+            meet(state_ptr, 0, num_arrangers)
+    reports = tl.full((), 0, tl.int32) + (first == 0)
+    if COUNTS and not PLACES:
+        reports = tl.full((), 0, tl.int32) + is_last(state_ptr, 9, num_arrangers)
+    looks = reports
+    if PLACES:
+        looks = tl.where(begin < end_tile, 1, reports)
+    if looks != 0:
+        before, wanted = count_before(counts_ptr, begin, num_tiles, NUM_LOCAL, LOCAL_BLOCK, TILES)
+        start, kept, end, num_rows = fit_groups(wanted, capacity, ALIGNMENT)
+        if COUNTS:
+            if reports != 0:
+                report_groups(
+                    wanted_ptr, padding_ptr, kept_ptr, ends_ptr, bad_ids_ptr, report_ptr, told_ptr, wanted, start,
+                    kept, end, num_rows, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
+                )  # fmt: skip
+        if PLACES:
+            place_share(
+                ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, next_row_ptr + first * 2 * NUM_LOCAL,
+                row_scores_ptrs, start, kept, end, before, first_expert, first, begin, end_tile, num_blocks, bound,
+                max_tokens, ALIGNMENT, TOP_K, TOP_K_BLOCK, NUM_LOCAL, LOCAL_BLOCK, BLOCK,
+            )  # fmt: skip
+    if COUNTS and PLACES:
+        if is_last(state_ptr, 9, num_arrangers):
+            tl.store(state_ptr + 26, 0)
+    return reports
 
 
-def launch_place(
-    board: Board,
-    digest: int,
-    routed: Routed,
-    groups: Groups,
-    alignment: int,
-    num_rows: int,
-    programs: int,
-    moving: Moving | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place the slots that `launch_arrange` has counted: fills `row_of_slot`, returns `row_scores` as that does."""
-    row_scores = new_scores(board, num_rows)
-    _launch(board, digest, routed, groups, alignment, num_rows, row_scores, False, True, programs, moving)
-    return row_scores
-
-
-def _new_groups(board: Board, routed: Routed, num_local: int) -> Groups:
-    top_k, device = routed.ids.shape[2], board.device
-    num_blocks = -(-routed.bound // token_block(device, routed.bound, top_k))
-    parts = (num_local, board.ep_size, 1 + board.ep_size)
-    wanted, bad_ids, report = torch.empty(sum(parts), dtype=torch.int64, device=device).split_with_sizes(parts)
-    return Groups(
-        row_of_slot=torch.empty(board.ep_size, routed.bound, top_k, dtype=torch.int32, device=device),
-        counts=torch.empty(board.ep_size * num_blocks, num_local, dtype=torch.int32, device=device),
-        padding=torch.empty(2, num_local, dtype=torch.int64, device=device),
-        tokens_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
-        wanted=wanted,
-        expert_offsets=torch.empty(num_local, dtype=torch.int32, device=device),
-        bad_ids=bad_ids,
-        report=report,
-    )
-
-
-def _launch(
-    board: Board,
-    digest: int,
-    routed: Routed,
-    groups: Groups,
-    alignment: int,
-    num_rows: int | None,
-    row_scores: tuple[torch.Tensor, torch.Tensor] | None,
-    counts: bool,
-    places: bool,
-    programs: int,
-    moving: Moving | None,
-) -> None:
-    num_local, (ep_size, max_tokens, top_k) = groups.wanted.shape[0], routed.ids.shape
-    block = token_block(board.device, routed.bound, top_k)
-    slots = block * power_of_two(top_k)
-    others = _OTHERS if board.fused else up_to(max(1, _CPU_COMPARISONS // slots), slots)
-    arrangers = max(1, min(programs, groups.counts.shape[0])) if board.fused else 1
-    pushers, num_tokens, warps = 0, 0, 8
-    numbers: tuple[int, ...] = (1, 1, max_tokens, 1)
-    tensors: tuple[torch.Tensor, ...] = (groups.report, groups.row_of_slot, groups.report, groups.report, groups.report)
-    constants = {"PADDED": False, "PUSH_PARTS": 1, "PARTS": 1, "PUSH_ROWS": 1, "BLOCK_ROWS": 1, "BLOCK_COLS": 1}
-    if moving is not None:
-        moves, num_tokens, warps = moving.moves, moving.moves.x.shape[0], moving.moves.spread.warps
-        pushers = moves.push.grid_of(moves.pushes)
-        arrangers = max(arrangers, moves.spread.grid_of(routed.bound * ep_size))
-        tensors, numbers, constants = (*moves.tensors, moving.out), moves.numbers, moves.constants(routed.bound)
-    next_row = torch.empty(arrangers, 2, num_local, dtype=torch.int32, device=board.device)
-    launch(
-        arrange_kernel, (pushers + arrangers,), board.device, *board.tensors,
-        routed.ids, routed.scores, groups.row_of_slot, groups.counts, groups.padding,
-        groups.tokens_per_expert, groups.wanted, groups.expert_offsets, groups.bad_ids, groups.report,
-        next_row, *((groups.wanted, groups.wanted) if row_scores is None else row_scores), *tensors,
-        board.rank, digest, varying(num_tokens), varying(routed.bound),
-        varying(2**30 - 2 if num_rows is None else num_rows),
-        *numbers, pushers,
-        COUNTS=counts, PLACES=places, MOVES=moving is not None, FUSED=board.fused, ALIGNMENT=alignment,
-        TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k),
-        NUM_LOCAL=num_local, LOCAL_BLOCK=power_of_two(num_local),
-        BLOCK=block, OTHERS=others,
-        TILES=up_to(max(1, _COUNTS_AT_ONCE // power_of_two(num_local)), groups.counts.shape[0]),
-        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=warps,
-        maxnreg=min(128, 2048 // warps),  # two programs of 8 warps to a processor
-        helpers=(*SIGNALLING, meet, have_come, *ARRANGING, *PUSHING, *SPREADING),
-        **constants, **board.constants,
-    )  # fmt: skip
+ARRANGING = (
+    count_block, count_before, fit_groups, report_groups, place_block, count_share, place_share, arrange_share,
+)  # fmt: skip

@@ -7,7 +7,7 @@ millisecond whatever it does, so a block is all there is, up to what caches like
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,10 @@ _CPU_TOKENS = 128
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program moves at a time, and the most programs; blocks of columns of a row; warps."""
+    """Rows and columns that a program moves at a time, and the most programs; blocks of columns of a row; warps.
+
+    No programs: those that do the other half of the work do this one too.
+    """
 
     rows: int
     cols: int
@@ -25,7 +28,7 @@ class Tile(NamedTuple):
     warps: int = 8
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """As kernels take them."""
         return {"BLOCK_ROWS": self.rows, "BLOCK_COLS": self.cols}
 
@@ -35,7 +38,7 @@ class Tile(NamedTuple):
 
     def grid_of(self, num_rows: int) -> int:
         """Programs for so many rows; at least one, for what there is to do without any."""
-        return max(1, min(self.max_programs, -(-num_rows // self.rows) * self.parts_of(num_rows)))
+        return min(self.max_programs, max(1, -(-num_rows // self.rows) * self.parts_of(num_rows)))
 
 
 def row_tile(device: torch.device, hidden_dim: int, num_rows: int, max_programs: int, rows: int = 4) -> Tile:

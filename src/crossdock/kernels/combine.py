@@ -21,15 +21,17 @@ slots get `[[8, 0, 7]]`; a slot that was dropped gets 0.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
 from .blocks import Tile, power_of_two
-from .launch import launch
+from .launch import Chosen, launch
 from .publish import Opening
 from .push import PUSHING, Staging, part_of, tell_empty_chunks, tell_if_last
+from .round import ROUND_ENDS, begin_round, end_round
 from .rounding import round_to
 from .scalars import RIDING, Scalars, pushed_for, scalars_of, slots_of
 from .signal import (
@@ -39,20 +41,14 @@ from .signal import (
     POLLS_PER_LOOK,
     READ,
     SIGNALLING,
-    STAGING,
     Board,
-    begin_call,
-    count_wait,
-    is_last,
-    launch_tell,
-    launch_wait,
+    group_constants,
     may_lay_out,
-    tell,
     varying,
     wait_for,
     wide,
 )
-from .spread import fill
+from .waits import launch_tell, launch_wait
 
 
 class Routes(NamedTuple):
@@ -79,8 +75,6 @@ def give_shares(
     """Add up tiles of every rank's tokens, chunk after chunk, and push them there, as program `first` of `step`."""
     if FUSED:
         if first == 0:
-            # For ranks that dispatch instead.
-            tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
             tell_empty_chunks(
                 table_ptr, state_ptr, number, digest, rank, bound, chunk_len, NUM_CHUNKS, EP_SIZE, EP_BLOCK
             )
@@ -182,6 +176,46 @@ def add_slot(
             tl.store(sums_ptr + here, acc, mask=tile)
 
 
+def take_shares(
+    signals_ptr, state_ptr, desk_ptr, staging_ptr, home_ptr, weights_ptr, sums_ptr, out_ptr, slips_ptr,
+    out_scalars_ptr, number, digest, num_tokens, max_tokens, hidden_dim, slot, chunk_len, first, step,
+    FUSED: tl.constexpr, WEIGHTED: tl.constexpr, SCALARS: tl.constexpr, BY_SLOT: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, POLLS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
+):  # fmt: skip
+    """Add up tiles of this rank's tokens as their chunks come (pattern acquire), as program `first` of `step`."""
+    waited = tl.full((), -1, tl.int32)
+    span = hidden_dim if PARTS == 1 else BLOCK_COLS
+    for tile in range(first, (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS * PARTS, step):
+        block, start = tile // PARTS, tile % PARTS * span
+        if FUSED:
+            chunk = block * BLOCK_ROWS // chunk_len
+            if chunk > waited:
+                word = 6 + number % 2 * NUM_CHUNKS + chunk
+                wait_for(
+                    signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True,
+                    EP_SIZE, EP_BLOCK,
+                )  # fmt: skip
+                waited = chunk
+        token = wide(block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        if BY_SLOT:
+            add_slot(
+                staging_ptr, home_ptr, weights_ptr, sums_ptr, out_ptr, token, token < num_tokens, max_tokens,
+                hidden_dim, slot, start, start + span, WEIGHTED, FIRST, LAST, TOP_K, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+        else:
+            if SCALARS:
+                at_slot, wanted = slots_of(token, (token < num_tokens) & (start == 0), TOP_K, TOP_K_BLOCK)
+                scalar = pushed_for(slips_ptr, home_ptr, at_slot, wanted, max_tokens * TOP_K)
+            add_ranks(
+                staging_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, start,
+                start + span, TOP_K, EP_SIZE, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+            if SCALARS:
+                tl.store(out_scalars_ptr + at_slot, scalar, mask=wanted)
+
+
 def combine_kernel(
     signals_ptr, table_ptr, state_ptr, desk_ptr,
     rows_ptr,  # [R, D]
@@ -237,13 +271,10 @@ def combine_kernel(
     first_slot, bound = (slots - 3) // 2, (places - 3) // 2
     if GIVES:
         if first < num_givers:
-            if first == 0:
-                begin_call(state_ptr, desk_ptr, call, FUSED)
-            if FUSED:
-                free = tl.load(state_ptr + 1)
-                wait_for(
-                    signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK
-                )
+            begin_round(
+                signals_ptr, table_ptr, state_ptr, desk_ptr, number, digest, rank, call, first, FUSED, EP_SIZE,
+                EP_BLOCK, POLLS, POLLS_PER_LOOK,
+            )  # fmt: skip
             give_shares(
                 rows_ptr, row_of_slot_ptr, row_weights_ptr, scalars_ptr, staging_table_ptr, slips_table_ptr, sent_ptr,
                 table_ptr, state_ptr, number, digest, rank, bound, max_tokens, hidden_dim, first_slot, first,
@@ -252,54 +283,21 @@ def combine_kernel(
             )  # fmt: skip
     num_tokens = (tokens - 3) // 2
     if TAKES:
-        if first >= num_givers:
-            waited = tl.full((), -1, tl.int32)
-            span = hidden_dim if TAKE_PARTS == 1 else BLOCK_COLS
-            num_tiles = (num_tokens + TAKE_ROWS - 1) // TAKE_ROWS * TAKE_PARTS
-            for tile in range(first - num_givers, num_tiles, tl.num_programs(0) - num_givers):
-                block, start = tile // TAKE_PARTS, tile % TAKE_PARTS * span
-                if FUSED:
-                    chunk = block * TAKE_ROWS // chunk_len
-                    if chunk > waited:
-                        word = 6 + number % 2 * NUM_CHUNKS + chunk
-                        wait_for(
-                            signals_ptr, state_ptr, desk_ptr, word, number, digest, POLLS, POLLS_PER_LOOK, True,
-                            EP_SIZE, EP_BLOCK,
-                        )  # fmt: skip
-                        waited = chunk
-                token = wide(block) * TAKE_ROWS + tl.arange(0, TAKE_ROWS)
-                if BY_SLOT:
-                    add_slot(
-                        staging_ptr, home_ptr, slot_weights_ptr, sums_ptr, out_ptr, token, token < num_tokens,
-                        max_tokens, hidden_dim, first_slot, start, start + span, WEIGHTED, FIRST, LAST, TOP_K,
-                        TAKE_ROWS, BLOCK_COLS,
-                    )  # fmt: skip
-                else:
-                    if SCALARS:
-                        at_slot, wanted = slots_of(token, (token < num_tokens) & (start == 0), TOP_K, TOP_K_BLOCK)
-                        scalar = pushed_for(slips_ptr, home_ptr, at_slot, wanted, max_tokens * TOP_K)
-                    add_ranks(
-                        staging_ptr, home_ptr, out_ptr, token, token < num_tokens, max_tokens, hidden_dim, start,
-                        start + span, TOP_K, EP_SIZE, TAKE_ROWS, BLOCK_COLS,
-                    )  # fmt: skip
-                    if SCALARS:
-                        tl.store(out_scalars_ptr + at_slot, scalar, mask=wanted)
+        ahead = tl.where(tl.num_programs(0) > 1, num_givers, 0)  # a program alone does both
+        if first >= ahead:
+            take_shares(
+                signals_ptr, state_ptr, desk_ptr, staging_ptr, home_ptr, slot_weights_ptr, sums_ptr, out_ptr, slips_ptr,
+                out_scalars_ptr, number, digest, num_tokens, max_tokens, hidden_dim, first_slot, chunk_len,
+                first - ahead, tl.num_programs(0) - ahead, FUSED, WEIGHTED, SCALARS, BY_SLOT, FIRST, LAST,
+                TOP_K, TOP_K_BLOCK, TAKE_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, TAKE_ROWS, BLOCK_COLS, POLLS,
+                POLLS_PER_LOOK,
+            )  # fmt: skip
     if FUSED:
-        if is_last(state_ptr, 8, tl.num_programs(0)):
-            if num_tokens == 0:  # then nobody has waited for this round yet
-                wait_for(
-                    signals_ptr, state_ptr, desk_ptr, 6 + number % 2 * NUM_CHUNKS, number, digest, POLLS,
-                    POLLS_PER_LOOK, True, EP_SIZE, EP_BLOCK,
-                )  # fmt: skip
-            if LAST:
-                if tl.load(state_ptr + 4) != 0:
-                    fill(out_ptr, float("nan"), 0, num_tokens.to(tl.int64) * hidden_dim, BLOCK_COLS)
-                    if SCALARS:
-                        fill(out_scalars_ptr, float("nan"), 0, num_tokens.to(tl.int64) * TOP_K, BLOCK_COLS)
-            tl.store(state_ptr, number)
-            tl.store(state_ptr + 1, number)
-            tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
-            count_wait(state_ptr, desk_ptr, 6)
+        end_round(
+            signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, wide(num_tokens) * hidden_dim,
+            (out_scalars_ptr, out_scalars_ptr), num_tokens * TOP_K, number, digest, rank, num_tokens > 0,
+            tl.num_programs(0), SCALARS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
 
 
 def launch_combine(
@@ -359,38 +357,69 @@ def _launch_round(
     take: Tile,
     scalars: Scalars | None,
 ) -> None:
-    (_, bound, top_k), rows = routes.row_of_slot.shape, rows.contiguous()
-    num_gives, num_takes = give.grid_of(bound * board.ep_size), take.grid_of(out.shape[0])
+    (_, bound, top_k), rows, num_tokens = routes.row_of_slot.shape, rows.contiguous(), out.shape[0]
     riding = (rows, rows, staging.table, out)
     if scalars is not None:
         riding = (scalars.values.contiguous(), scalars.slips.own, scalars.slips.table, scalars.out)
+    traits = (
+        row_weights is not None or slot_weights is not None, scalars is not None, sums is not None, slots.start == 0,
+        slots.stop == top_k,
+    )  # fmt: skip
 
-    def run(num_programs: int, num_givers: int, *, gives: bool, takes: bool) -> None:
+    def run(*, gives: bool, takes: bool) -> None:
+        plan = _plan(board.fused, board.ep_size, top_k, num_tokens, bound, give, take, traits, gives, takes)
         launch(
-            combine_kernel, (num_programs,), board.device, *board.tensors,
+            combine_kernel, (plan.programs,), board.device, *board.tensors,
             rows, routes.row_of_slot, rows if row_weights is None else row_weights.contiguous(),
             staging.own, staging.table, routes.home_of_slot,
             rows if slot_weights is None else slot_weights.contiguous(), out if sums is None else sums, out,
             routes.sent, *riding,
-            board.rank, opening.digest, varying(opening.number), varying(out.shape[0]), varying(bound),
+            board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
             varying(slots.start),
-            staging.own.shape[1], out.shape[1], staging.chunk_len, num_givers,
-            GIVES=gives, TAKES=takes, FUSED=board.fused,
-            WEIGHTED=row_weights is not None or slot_weights is not None, SCALARS=scalars is not None,
-            BY_SLOT=sums is not None, FIRST=slots.start == 0, LAST=slots.stop == top_k,
-            TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), GIVE_PARTS=give.parts_of(bound * board.ep_size),
-            TAKE_PARTS=take.parts_of(out.shape[0]), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
-            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=give.warps,
-            helpers=(*SIGNALLING, *PUSHING, *RIDING, round_to, fill, give_shares, add_ranks, add_slot),
-            **give.constants, **board.constants,
+            staging.own.shape[1], out.shape[1], staging.chunk_len, plan.givers,
+            chosen=plan.chosen,
         )  # fmt: skip
 
     if board.fused:
-        run(num_gives + num_takes, num_gives, gives=True, takes=True)
+        run(gives=True, takes=True)
         return
-    launch_wait(board, READ, opening.digest, buffer=STAGING)
-    run(1, 1, gives=True, takes=False)
-    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
+    launch_wait(board, READ, opening.digest)
+    run(gives=True, takes=False)
+    launch_tell(board, CHUNKS, opening.digest, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
-    run(1, 0, gives=False, takes=True)
+    run(gives=False, takes=True)
     launch_tell(board, READ, opening.digest)
+
+
+class _Plan(NamedTuple):
+    programs: int
+    givers: int
+    chosen: Chosen
+
+
+@lru_cache(1024)
+def _plan(
+    fused: bool,
+    ep_size: int,
+    top_k: int,
+    num_tokens: int,
+    bound: int,
+    give: Tile,
+    take: Tile,
+    traits: tuple[bool, ...],
+    gives: bool,
+    takes: bool,
+) -> _Plan:
+    """How many programs share a launch, and its constants; no time to find out anew in every call."""
+    weighted, scalars, by_slot, first, last = traits
+    chosen = Chosen(
+        (*SIGNALLING, *ROUND_ENDS, *PUSHING, *RIDING, round_to, give_shares, add_ranks, add_slot, take_shares),
+        GIVES=gives, TAKES=takes, FUSED=fused, WEIGHTED=weighted, SCALARS=scalars, BY_SLOT=by_slot, FIRST=first,
+        LAST=last, TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), GIVE_PARTS=give.parts_of(bound * ep_size),
+        TAKE_PARTS=take.parts_of(num_tokens), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
+        POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=give.warps,
+        **give.constants, **group_constants(ep_size),
+    )  # fmt: skip
+    givers = give.grid_of(bound * ep_size) if gives else 0
+    takers = take.grid_of(num_tokens) if takes else 0
+    return _Plan(givers + takers, givers, chosen)

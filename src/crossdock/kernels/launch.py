@@ -15,6 +15,7 @@ inner parts are not those that are known here, or hooks want to see every launch
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,26 +40,42 @@ _INT_FACT = (
 )
 
 
+class Chosen:
+    """What is the same in many launches of a kernel: its helpers, and its constexprs and compiler options by name.
+
+    Two are equal where they are one: looking at each of them in every launch would cost the host more than the rest.
+    """
+
+    def __init__(self, helpers: tuple[Callable[..., Any], ...], **options: Any) -> None:
+        self.helpers, self.options = helpers, options
+
+
 def launch(
     kernel: Callable[..., None],
     grid: Sequence[int],
     device: torch.device,
     *args: Any,
+    chosen: Chosen | None = None,
     helpers: tuple[Callable[..., Any], ...] = (),
     **options: Any,
 ) -> None:
-    """Run `kernel` over `grid` on `device`; `options` are constexprs and compiler options such as `num_warps`."""
+    """Run `kernel` over `grid` on `device`.
+
+    `options` are constexprs and compiler options such as `num_warps`; who launches often has `chosen` them before.
+    """
     if _standing_in:
         _standing_in[-1].before_launch(device)
     if device.type != "cuda":
-        wrapped(kernel, device.type, helpers)(grid, args, options)
+        chosen = chosen or Chosen(helpers, **options)
+        wrapped(kernel, device.type, chosen.helpers)(grid, args, chosen.options)
         return
+    chosen = chosen or _choice(helpers, tuple(options.items()))
     current = torch.cuda.current_device()
     if device.index is None or device.index == current:
-        _variants(kernel, helpers).launch(grid, current, args, options)
+        _variants(kernel, chosen).launch(grid, current, args)
         return
     with torch.cuda.device(device):
-        _variants(kernel, helpers).launch(grid, device.index, args, options)
+        _variants(kernel, chosen).launch(grid, device.index, args)
 
 
 def takes_direct_path(
@@ -72,7 +89,13 @@ def takes_direct_path(
     if device.type != "cuda":
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _variants(kernel, helpers).is_ready(index, args, options)
+    return _variants(kernel, _choice(helpers, tuple(options.items()))).is_ready(index, args)
+
+
+@cache
+def _choice(helpers: tuple[Callable[..., Any], ...], options: tuple[tuple[str, Any], ...]) -> Chosen:
+    """To Triton too, a constexpr that is True is the same as one that is 1."""
+    return Chosen(helpers, **dict(options))
 
 
 @cache
@@ -150,64 +173,66 @@ class _Variant(NamedTuple):
 
 
 class _Variants:
-    """What has been compiled of one kernel, by what it was compiled for."""
+    """What has been compiled of one kernel with one choice of constants, by what it was compiled for."""
 
-    def __init__(self, kernel: Callable[..., None], helpers: tuple[Callable[..., Any], ...]):
+    def __init__(self, kernel: Callable[..., None], chosen: Chosen):
         from triton import knobs
 
-        self._ordinary = wrapped(kernel, "cuda", helpers)
+        self._ordinary, self._options = wrapped(kernel, "cuda", chosen.helpers), chosen.options
         self._runtime = knobs.runtime
-        self._ready: dict[Any, _Variant] = {}
+        self._ready: dict[tuple[type, ...], dict[Any, _Variant]] = {}  # by the arguments' types, then by what they are
+        self._last: tuple[tuple[type, ...], Look | None, dict[Any, _Variant]] = ((), None, {})
 
-    def launch(self, grid: Sequence[int], index: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def launch(self, grid: Sequence[int], index: int, args: tuple[Any, ...]) -> None:
         """Launch on device `index`, which is the current one."""
-        key, addressed = self._look_at(index, args, options)
-        variant = self._ready.get(key)
+        ready, key, addressed = self._look_at(index, args)
+        variant = ready.get(key)
         if variant is None or self._is_watched():
             # Products and sums are rounded one after the other, as in plain torch.
-            compiled = self._ordinary[tuple(grid)](*args, enable_fp_fusion=False, **options)
+            compiled = self._ordinary[tuple(grid)](*args, enable_fp_fusion=False, **self._options)
             if variant is None and key is not None:
-                self._remember(key, compiled, args, options)
+                self._remember(ready, key, compiled, args)
             return
         run, stream, function, metadata, by_address, constants = variant
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         passed = addressed if by_address else args
         run(x, y, z, stream(index), function, metadata, None, None, None, *passed, *constants)  # no hooks
 
-    def is_ready(self, index: int, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    def is_ready(self, index: int, args: tuple[Any, ...]) -> bool:
         """Whether a launch would take the direct path."""
-        return self._look_at(index, args, options)[0] in self._ready and not self._is_watched()
+        ready, key, _ = self._look_at(index, args)
+        return key in ready and not self._is_watched()
 
-    def _look_at(self, index: int, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """What decides the variant that a call needs, None where that is not known; and the arguments as addresses.
+    def _look_at(self, index: int, args: tuple[Any, ...]) -> tuple[dict[Any, _Variant], Any, tuple[Any, ...]]:
+        """Variants for such types, which of them a call needs (None where that is not known), and what it passes.
 
-        Two calls with equal keys need the same variant. One that Triton compiles once may have several keys. (As to
-        Triton, a constexpr that is True is the same as one that is 1.)
+        Two calls with equal keys need the same variant. One that Triton compiles once may have several keys.
         """
-        kinds = tuple(map(type, args))
-        look = looks_at(kinds)
+        kinds, last = tuple(map(type, args)), self._last
+        if kinds != last[0]:
+            last = self._last = (kinds, looks_at(kinds), self._ready.setdefault(kinds, {}))
+        _, look, ready = last
         if look is None:
-            return None, ()
+            return ready, None, ()
         facts, addressed = look(args)
-        return (index, kinds, facts, tuple(options), tuple(options.values())), addressed
+        return ready, (index, facts), addressed
 
     def _is_watched(self) -> bool:
         """Whether hooks want to see the launches."""
         return _is_set(self._runtime.launch_enter_hook) or _is_set(self._runtime.launch_exit_hook)
 
-    def _remember(self, key: Any, compiled: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        constants = _constants(self._ordinary, len(args), options)
+    def _remember(self, ready: dict[Any, _Variant], key: Any, compiled: Any, args: tuple[Any, ...]) -> None:
+        constants = _constants(self._ordinary, len(args), self._options)
         if constants is None or not _is_known(compiled):
             return
         from triton.runtime import driver
 
-        self._ready[key] = _Variant(
+        ready[key] = _Variant(
             run=compiled.run,
             stream=driver.active.get_current_stream,
             function=compiled.function,
             metadata=compiled.packed_metadata,
-            # Of the host's memory the launcher asks the driver where the device finds it.
-            by_address=all(arg.is_cuda for arg in args if isinstance(arg, torch.Tensor)),
+            by_address=all(_is_where_it_says(arg) for arg in args if isinstance(arg, torch.Tensor)),
             constants=constants,
         )
 
@@ -215,8 +240,11 @@ class _Variants:
 _variants = cache(_Variants)
 
 
+Look = Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
+
+
 @cache
-def looks_at(kinds: tuple[type, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None:
+def looks_at(kinds: tuple[type, ...]) -> Look | None:
     """A function that looks at arguments of these types as Triton does; None where Triton looks at more.
 
     It gives all that Triton compiles for, and the arguments with addresses in place of tensors. It is written out for
@@ -241,12 +269,25 @@ def looks_at(kinds: tuple[type, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, 
         lines.insert(0, f"{_listed([f'a{at}' for at in range(len(kinds))])} = args")
     names: dict[str, Any] = {}
     exec("def look(args):\n " + "\n ".join(lines), names)
-    look: Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] = names["look"]
+    look: Look = names["look"]
     return look
 
 
 def _listed(items: list[str]) -> str:
     return "".join(f"{item}, " for item in items)
+
+
+def _is_where_it_says(tensor: torch.Tensor) -> bool:
+    """Whether the device finds a tensor where the host does; else the launcher has to ask the driver every time."""
+    if tensor.is_cuda:
+        return True
+    found, device_pointer = ctypes.c_uint64(0), 3  # the attribute's number
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    failed = driver.cuPointerGetAttribute(ctypes.byref(found), device_pointer, ctypes.c_uint64(tensor.data_ptr()))
+    return not failed and found.value == tensor.data_ptr()
 
 
 def _is_set(hook: Any) -> bool:

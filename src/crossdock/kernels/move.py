@@ -7,15 +7,17 @@ come first and wait for nothing but a free buffer, so those that wait for peers 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from .blocks import Tile
-from .launch import launch
+from .launch import Chosen, launch
 from .publish import Opening
-from .push import PUSHING, Staging, begin_moving, push_chunks
+from .push import PUSHING, Staging, push_chunks
+from .round import ROUND_ENDS, begin_round, end_round, forget_claims
 from .signal import (
     CHUNKS,
     ENDLESS,
@@ -23,15 +25,15 @@ from .signal import (
     POLLS_PER_LOOK,
     READ,
     SIGNALLING,
-    STAGING,
     Board,
     come,
+    group_constants,
     have_come,
-    launch_tell,
-    launch_wait,
     varying,
+    wide,
 )
-from .spread import SPREADING, end_round, fill_padding, forget_claims, spread_chunks
+from .spread import SPREADING, fill_padding, spread_chunks
+from .waits import launch_tell, launch_wait
 
 
 class Moves(NamedTuple):
@@ -68,15 +70,16 @@ class Moves(NamedTuple):
         """As kernels take them."""
         return self.x.shape[1], self.x.stride(0), self.staging.own.shape[1], self.staging.chunk_len
 
-    def constants(self, bound: int) -> dict[str, int]:
-        """Constexprs of the programs that push, and of those that spread tiles of so many tokens a rank."""
-        return {
-            "PADDED": self.padded,
-            "PUSH_ROWS": self.push.rows,
-            "PUSH_PARTS": self.push.parts_of(self.pushes),
-            "PARTS": self.spread.parts_of(bound * self.staging.table.shape[0]),
-            **self.spread.constants,
-        }
+
+def moving_constants(push: Tile, spread: Tile, padded: bool, pushes: int, places: int) -> dict[str, Any]:
+    """Constexprs of programs that push so many rows at most, and of those that spread what is in so many places."""
+    return {
+        "PADDED": padded,
+        "PUSH_ROWS": push.rows,
+        "PUSH_PARTS": push.parts_of(pushes),
+        "PARTS": spread.parts_of(places),
+        **spread.constants,
+    }
 
 
 def move_rows_kernel(
@@ -121,6 +124,7 @@ def move_rows_kernel(
 ):  # fmt: skip
     """One round: some programs push, those behind them spread (patterns free, publish and acquire)."""
     first = tl.program_id(0)
+    ahead = tl.where(tl.num_programs(0) > 1, num_pushers, 0)  # of those that spread; a program alone does both
     number = tl.load(state_ptr)
     num_tokens, bound = (tokens - 3) // 2, (places - 3) // 2
     if BEGINS:
@@ -128,24 +132,26 @@ def move_rows_kernel(
     if PUSHES:
         if first < num_pushers:
             if BEGINS:
-                begin_moving(
-                    signals_ptr, table_ptr, state_ptr, desk_ptr, num_sent_ptr, sent_ptr, number, digest, rank, call,
-                    first, FUSED, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+                if first == 0:
+                    tl.store(sent_ptr, tl.load(sent_ptr) + tl.load(num_sent_ptr))
+                begin_round(
+                    signals_ptr, table_ptr, state_ptr, desk_ptr, number, digest, rank, call, first, FUSED, EP_SIZE,
+                    EP_BLOCK, POLLS, POLLS_PER_LOOK,
                 )  # fmt: skip
             push_chunks(
                 x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, max_tokens,
-                first, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, TOP_K, PUSH_PARTS, NUM_CHUNKS,
+                first, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, 0, TOP_K, PUSH_PARTS, NUM_CHUNKS,
                 EP_SIZE, EP_BLOCK, PUSH_ROWS, BLOCK_COLS,
             )  # fmt: skip
     if SPREADS:
-        spreads = first >= num_pushers
+        num_spreaders = tl.num_programs(0) - ahead
+        spreads = first >= ahead
         if spreads:
             come(state_ptr, 1)
             if PADDED:
-                step = tl.num_programs(0) - num_pushers
-                fill_padding(padding_ptr, out_ptr, first - num_pushers, step, hidden_dim, NUM_LOCAL, BLOCK_COLS)
+                fill_padding(padding_ptr, out_ptr, first - ahead, num_spreaders, hidden_dim, NUM_LOCAL, BLOCK_COLS)
         else:
-            spreads = have_come(state_ptr, 1, tl.num_programs(0) - num_pushers)
+            spreads = have_come(state_ptr, 1, num_spreaders)
         if spreads:
             spread_chunks(
                 signals_ptr, state_ptr, desk_ptr, x_ptr, staging_ptr, row_of_slot_ptr, out_ptr, number, digest, rank,
@@ -154,9 +160,9 @@ def move_rows_kernel(
             )  # fmt: skip
         if FUSED:
             end_round(
-                signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, out_ptr, number, digest, rank, bound,
-                (room - 3) // 2, hidden_dim, tl.num_programs(0), False, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_COLS,
-                POLLS, POLLS_PER_LOOK,
+                signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, wide((room - 3) // 2) * hidden_dim,
+                (out_ptr, out_ptr), 0, number, digest, rank, bound > 0, tl.num_programs(0), False, NUM_CHUNKS,
+                EP_SIZE, EP_BLOCK, BLOCK_COLS, POLLS, POLLS_PER_LOOK,
             )  # fmt: skip
         elif first == 0:
             forget_claims(state_ptr)
@@ -181,9 +187,9 @@ def launch_move_rows(
     if board.fused:
         run(pushes=True, spreads=True, begins=True)
         return
-    launch_wait(board, READ, opening.digest, buffer=STAGING)
+    launch_wait(board, READ, opening.digest)
     run(pushes=True, spreads=False, begins=True)
-    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
+    launch_tell(board, CHUNKS, opening.digest, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
     run(pushes=False, spreads=True, begins=False)
     launch_tell(board, READ, opening.digest)
@@ -194,7 +200,7 @@ def launch_push_rows(board: Board, opening: Opening, moves: Moves, none: torch.T
     row_of_slot, padding = moves.home_of_slot.view(1, *moves.home_of_slot.shape), none.view(1, 1)
     run = _Run(board, opening, moves, row_of_slot, padding, moves.x, none, none)
     run(pushes=True, spreads=False, begins=False)
-    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING)
+    launch_tell(board, CHUNKS, opening.digest)
 
 
 def launch_spread_rows(
@@ -221,17 +227,48 @@ class _Run(NamedTuple):
 
     def __call__(self, *, pushes: bool, spreads: bool, begins: bool) -> None:
         board, moves, out = self.board, self.moves, self.out
-        ep_size, bound, top_k = self.row_of_slot.shape
-        num_pushers = moves.push.grid_of(moves.pushes) if pushes else 0
-        num_spreaders = moves.spread.grid_of(bound * ep_size) if spreads else 0
+        _, bound, top_k = self.row_of_slot.shape
+        plan = _plan(
+            board.fused, board.ep_size, top_k, moves.pushes, bound, self.padding.shape[1], moves.push, moves.spread,
+            moves.padded, pushes, spreads, begins,
+        )  # fmt: skip
         launch(
-            move_rows_kernel, (num_pushers + num_spreaders,), board.device, *board.tensors,
+            move_rows_kernel, (plan.programs,), board.device, *board.tensors,
             *moves.tensors, self.row_of_slot, self.padding, out, self.num_sent, self.sent,
             board.rank, self.opening.digest, varying(self.opening.number), varying(moves.x.shape[0]), varying(bound),
-            varying(out.shape[0]), *moves.numbers, num_pushers,
-            PUSHES=pushes, SPREADS=spreads, BEGINS=begins, FUSED=board.fused,
-            NUM_LOCAL=self.padding.shape[1], TOP_K=top_k, NUM_CHUNKS=NUM_CHUNKS,
-            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            num_warps=moves.spread.warps, helpers=(*SIGNALLING, come, have_come, *PUSHING, *SPREADING),
-            **moves.constants(bound), **board.constants,
+            varying(out.shape[0]), *moves.numbers, plan.pushers,
+            chosen=plan.chosen,
         )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    programs: int
+    pushers: int
+    chosen: Chosen
+
+
+@lru_cache(1024)
+def _plan(
+    fused: bool,
+    ep_size: int,
+    top_k: int,
+    num_pushed: int,
+    bound: int,
+    num_local: int,
+    push: Tile,
+    spread: Tile,
+    padded: bool,
+    pushes: bool,
+    spreads: bool,
+    begins: bool,
+) -> _Plan:
+    """How many programs share a launch, and its constants; no time to find out anew in every call."""
+    chosen = Chosen(
+        (*SIGNALLING, come, have_come, *ROUND_ENDS, *PUSHING, *SPREADING),
+        PUSHES=pushes, SPREADS=spreads, BEGINS=begins, FUSED=fused, NUM_LOCAL=num_local, TOP_K=top_k,
+        NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=spread.warps,
+        **moving_constants(push, spread, padded, num_pushed, bound * ep_size), **group_constants(ep_size),
+    )  # fmt: skip
+    pushers = push.grid_of(num_pushed) if pushes else 0
+    spreaders = spread.grid_of(bound * ep_size) if spreads else 0
+    return _Plan(pushers + spreaders, pushers, chosen)

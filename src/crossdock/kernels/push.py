@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from .signal import begin_call, is_last, may_lay_out, tell, wait_for, wide
+from .signal import is_last, may_lay_out, tell, wide
 
 
 class Staging(NamedTuple):
@@ -60,29 +60,25 @@ def part_of(table_ptr, there, rank, max_tokens, hidden_dim, dtype: tl.constexpr)
     return tl.multiple_of(staging_ptr, 16) + wide(rank) * max_tokens * hidden_dim
 
 
-def begin_moving(
-    signals_ptr, table_ptr, state_ptr, desk_ptr, num_sent_ptr, sent_ptr, number, digest, rank, call, first,
-    FUSED: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, POLLS: tl.constexpr,
-    POLLS_PER_LOOK: tl.constexpr,
-):  # fmt: skip
-    """Begin round `number`, which has no routing, and wait until staging is free (pattern free); by all that push."""
-    if first == 0:
-        begin_call(state_ptr, desk_ptr, call, FUSED)
-        tl.store(sent_ptr, tl.load(sent_ptr) + tl.load(num_sent_ptr))
-    if FUSED:
-        free = tl.load(state_ptr + 1)
-        wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
-        if first == 0:  # for ranks that dispatch instead
-            tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+def homes_at(home_ptr, inside, NUM_LOCAL: tl.constexpr, EP_SIZE: tl.constexpr):
+    """Which ranks have the experts of slots, -1 for none: as it stands there, or with `NUM_LOCAL` from ids."""
+    home = tl.load(home_ptr, mask=inside, other=-1)
+    if NUM_LOCAL > 0:
+        known = (home >= 0) & (home < EP_SIZE * NUM_LOCAL)
+        home = tl.where(known, tl.where(known, home, 0).to(tl.int32) // NUM_LOCAL, -1)
+    return home
 
 
 def push_chunks(
     x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, max_tokens, first,
     step, hidden_dim, x_stride, chunk_len,
-    FUSED: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+    FUSED: tl.constexpr, NUM_LOCAL: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
     EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Push tiles of tokens, chunk after chunk, as program `first` of `step`, and tell the chunks of round `number`."""
+    """Push tiles of tokens, chunk after chunk, as program `first` of `step`, and tell the chunks of round `number`.
+
+    `home_ptr [T, K]` holds ranks, or with `NUM_LOCAL`, the experts of each, ids.
+    """
     if FUSED:
         if first == 0:
             tell_empty_chunks(
@@ -101,7 +97,7 @@ def push_chunks(
             in_range = token < num_tokens
             wants = tl.full((BLOCK_ROWS,), 0, tl.int32)
             for slot in tl.static_range(TOP_K):
-                home = tl.load(home_ptr + token * TOP_K + slot, mask=in_range, other=-1)
+                home = homes_at(home_ptr + token * TOP_K + slot, in_range, NUM_LOCAL, EP_SIZE)
                 wants = tl.where(home == to_rank, 1, wants)
             wanted = (wants > 0)[:, None]
             there_ptr = part_of(staging_table_ptr, to_rank, rank, max_tokens, hidden_dim, x_ptr.dtype.element_ty)
@@ -117,4 +113,4 @@ def push_chunks(
                 )  # fmt: skip
 
 
-PUSHING = (begin_moving, tell_empty_chunks, tell_if_last, part_of, push_chunks)
+PUSHING = (tell_empty_chunks, tell_if_last, part_of, homes_at, push_chunks)

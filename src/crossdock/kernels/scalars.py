@@ -22,6 +22,7 @@ from .blocks import up_to
 from .launch import launch
 from .publish import Opening
 from .push import part_of
+from .round import ROUND_ENDS, begin_round, end_round
 from .signal import (
     CHUNKS,
     ENDLESS,
@@ -29,20 +30,15 @@ from .signal import (
     POLLS_PER_LOOK,
     READ,
     SIGNALLING,
-    STAGING,
     Board,
-    begin_call,
-    count_wait,
     is_last,
-    launch_tell,
-    launch_wait,
     may_lay_out,
     tell,
     varying,
     wait_for,
     wide,
 )
-from .spread import fill
+from .waits import launch_tell, launch_wait
 
 _CUDA_BLOCK, _CPU_BLOCK = 1024, 1 << 15
 _MAX_PROGRAMS = 32
@@ -132,13 +128,10 @@ def swap_scalars_kernel(
         number += 1  # the last program of this launch counts it
     num_there, num_here = (there - 3) // 2, (here - 3) // 2
     if GIVES:
-        if first == 0:
-            begin_call(state_ptr, desk_ptr, call, FUSED)
-        if FUSED:
-            free = tl.load(state_ptr + 1)
-            wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
-            if first == 0:  # for ranks that dispatch instead
-                tell(table_ptr, state_ptr, 2 + number % 2, rank, number * 2147483648 + digest, EP_SIZE, EP_BLOCK)
+        begin_round(
+            signals_ptr, table_ptr, state_ptr, desk_ptr, number, digest, rank, call, first, FUSED, EP_SIZE, EP_BLOCK,
+            POLLS, POLLS_PER_LOOK,
+        )  # fmt: skip
         may = may_lay_out(state_ptr)
         num_blocks = (num_there + BLOCK - 1) // BLOCK
         for block in range(first, EP_SIZE * num_blocks, step):
@@ -162,13 +155,10 @@ def swap_scalars_kernel(
             inside = slot < num_here
             tl.store(out_ptr + slot, pushed_for(slips_ptr, home_ptr, slot, inside, max_slots), mask=inside)
         if FUSED:
-            if is_last(state_ptr, 8, step):
-                if tl.load(state_ptr + 4) != 0:
-                    fill(out_ptr, float("nan"), 0, num_here, BLOCK)
-                tl.store(state_ptr, number)
-                tl.store(state_ptr + 1, number)
-                tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
-                count_wait(state_ptr, desk_ptr, 6)
+            end_round(
+                signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, num_here, (out_ptr, out_ptr), 0, number, digest,
+                rank, True, step, False, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK, POLLS, POLLS_PER_LOOK,
+            )  # fmt: skip
 
 
 def launch_swap_scalars(
@@ -178,8 +168,9 @@ def launch_swap_scalars(
     values: torch.Tensor,
     row_of_slot: torch.Tensor,
     home_of_slot: torch.Tensor,
+    max_programs: int,
 ) -> torch.Tensor:
-    """Bring `values [R]` float32 home: `[T, K]`, 0 where a slot has no row.
+    """Bring `values [R]` float32 home, by so many programs at most: `[T, K]`, 0 where a slot has no row.
 
     `row_of_slot [ep_size, S, K]` int32 tells the rows here of all ranks' slots, `home_of_slot [T, K]` int32 the ranks
     of this rank's slots. Once a wait was given up, the result is NaN.
@@ -190,7 +181,7 @@ def launch_swap_scalars(
     block = _CUDA_BLOCK if board.fused else up_to(_CPU_BLOCK, most)
 
     def run(*, gives: bool, takes: bool) -> None:
-        programs = min(_MAX_PROGRAMS, max(1, ep_size * -(-most // block))) if board.fused else 1
+        programs = min(max_programs, _MAX_PROGRAMS, max(1, ep_size * -(-most // block))) if board.fused else 1
         launch(
             swap_scalars_kernel, (programs,), board.device, *board.tensors,
             values, row_of_slot, slips.own, slips.table, home_of_slot, out,
@@ -198,15 +189,15 @@ def launch_swap_scalars(
             slips.own.shape[1] * top_k,
             GIVES=gives, TAKES=takes, FUSED=board.fused, NUM_CHUNKS=NUM_CHUNKS, BLOCK=block,
             POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            num_warps=4, helpers=(*SIGNALLING, part_of, *RIDING, fill), **board.constants,
+            num_warps=4, helpers=(*SIGNALLING, *ROUND_ENDS, part_of, *RIDING), **board.constants,
         )  # fmt: skip
 
     if board.fused:
         run(gives=True, takes=True)
         return out
-    launch_wait(board, READ, opening.digest, buffer=STAGING)
+    launch_wait(board, READ, opening.digest)
     run(gives=True, takes=False)
-    launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
+    launch_tell(board, CHUNKS, opening.digest, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
     run(gives=False, takes=True)
     launch_tell(board, READ, opening.digest)

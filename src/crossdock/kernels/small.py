@@ -2,7 +2,8 @@
 
 General kernels tell routing first and rows chunk by chunk, and arrange in between, which is most of what few tokens
 take. For these a rank pushes each row once into an inbox at every rank that wants it, and tells each rank once. What is
-pushed in round n lies in half `n % 2` of the inbox, n counting the rounds of this kind alone (`INBOX` in `state`).
+pushed in round n lies in half `n % 2` of the inbox, be it a dispatch's or a combine's, n counting the rounds of this
+kind alone (`INBOX` in `state`).
 Nothing of such a round waits for `READ`: who pushes in round n + 2 has seen every rank arrive in round n + 1, and a
 rank arrives there behind its whole kernel of round n, which has read that half. General rounds between them touch
 no inbox. They count in `ROUND` as all rounds do, and their words are written by the same rule: none is written again
@@ -31,8 +32,9 @@ import triton.language as tl
 
 from .blocks import power_of_two, up_to
 from .launch import launch
-from .signal import NUM_CHUNKS, Board, count_wait, wait_on_cpu, wide
-from .spread import fill
+from .round import fill
+from .signal import NUM_CHUNKS, Board, count_wait, wide
+from .waits import wait_on_cpu
 
 MOST_TOKENS = 512
 MOST_RANKS = 16  # a kernel has a store for each
@@ -44,13 +46,13 @@ class Inbox(NamedTuple):
     """Where ranks push what this one gets, and where their inboxes are. S_max tokens of a rank at most.
 
     Attributes:
-        rows: `[2, ep_size, S_max, D]`, shared: tokens by source rank.
+        rows: `[2, ep_size, S_max, D]`, shared: tokens by source rank; or what a combine brings this rank's tokens from
+            every rank.
         places: `[2, ep_size, S_max, K]` int32, shared: `expert here * PLACES + slots of it before this one`, or -1.
         scores: `[2, ep_size, S_max, K]` float32, shared: of slots by source rank; or scalars that a combine brings this
             rank's slots, by the rank that has pushed them.
         counts: `[2, ep_size, e]` int32, shared: slots by source rank and expert here.
-        shares: `[2, ep_size, S_max, D]`, shared: what a combine brings this rank's tokens from every rank.
-        tables: `[5, ep_size]` int64: the addresses of all ranks' buffers, in the order above.
+        tables: `[4, ep_size]` int64: the addresses of all ranks' buffers, in the order above.
         groups: `[programs, e * (ep_size + 2)]` int32 of this rank alone: what each program works out for itself.
     """
 
@@ -58,7 +60,6 @@ class Inbox(NamedTuple):
     places: torch.Tensor
     scores: torch.Tensor
     counts: torch.Tensor
-    shares: torch.Tensor
     tables: torch.Tensor
     groups: torch.Tensor
 

@@ -4,25 +4,36 @@ The sums are those of `combine.py`, to the bit; what differs is who moves them. 
 slot on each: rank 0's rows give `[2]` and rank 1's `[3]`. Both lie in the inbox of rank 1 then, at `[half, 0, 0]` and
 `[half, 1, 0]`, and their sum is `[5]`.
 
-Scalars ride along where a dispatch's scores lie: a round of either kind has half of the whole inbox to itself. If the
-rows have scalars 7 on rank 0 and 8 on rank 1, the scores in the inbox of rank 1 are 7 at `[half, 0, 0, 0]` and 8 at
-`[half, 1, 0, 1]`, and its token's slots get `[[7, 8]]`.
+Shares lie where a dispatch's rows do, and scalars ride along where its scores do: a round of either kind has half of
+the whole inbox to itself. If the rows have scalars 7 on rank 0 and 8 on rank 1, the scores in the inbox of rank 1 are 7
+at `[half, 0, 0, 0]` and 8 at `[half, 1, 0, 1]`, and its token's slots get `[[7, 8]]`.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
 from .blocks import power_of_two, up_to
-from .launch import launch
+from .launch import Chosen, launch
 from .publish import Opening
 from .rounding import round_to
 from .scalars import RIDING, Scalars, pushed_for, scalars_of, slots_of
-from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying, wide
+from .signal import (
+    ENDLESS,
+    NUM_CHUNKS,
+    POLLS_PER_LOOK,
+    SIGNALLING,
+    Board,
+    begin_call,
+    count_wait,
+    group_constants,
+    varying,
+    wide,
+)
 from .small import (
     SMALL,
     Inbox,
@@ -128,9 +139,9 @@ def combine_small_kernel(
     rows_ptr,  # [R, D]
     row_of_slot_ptr,  # [EP, S, K] int32
     weights_ptr,  # [R] float32
-    inbox_shares_ptr,  # [2, EP, S_max, D]
+    inbox_rows_ptr,  # [2, EP, S_max, D]
     inbox_scores_ptr,  # [2, EP, S_max, K] float32
-    inbox_tables_ptr,  # [5, EP] int64: addresses of all ranks' inboxes, see `small.Inbox`
+    inbox_tables_ptr,  # [4, EP] int64: addresses of all ranks' inboxes, see `small.Inbox`
     home_ptr,  # [T, K] int32: rank of each slot's expert, -1 none
     out_ptr,  # [T, D]
     sent_ptr,  # [1] int64, added to
@@ -178,7 +189,7 @@ def combine_small_kernel(
         if given_up == 0:
             if worker >= 0:
                 num_sent = push_shares(
-                    rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, inbox_tables_ptr + 4 * EP_SIZE,
+                    rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, inbox_tables_ptr,
                     inbox_tables_ptr + 2 * EP_SIZE, half, bound, hidden_dim, max_tokens, rank, worker, workers,
                     WEIGHTED, SCALARS, TOP_K, TOP_K_BLOCK, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
                 )  # fmt: skip
@@ -204,7 +215,7 @@ def combine_small_kernel(
     if TAKES:
         if (worker >= 0) & (code == 1):
             add_shares(
-                inbox_shares_ptr, inbox_scores_ptr, home_ptr, out_ptr, out_scalars_ptr, half, num_tokens, hidden_dim,
+                inbox_rows_ptr, inbox_scores_ptr, home_ptr, out_ptr, out_scalars_ptr, half, num_tokens, hidden_dim,
                 max_tokens, worker, workers, SCALARS, TOP_K, TOP_K_BLOCK, EP_SIZE, TAKEN_ROWS, BLOCK_COLS,
             )  # fmt: skip
         if code > 1:
@@ -235,46 +246,63 @@ def launch_combine_small(
     wait was given up, `out` and what is told of scalars are NaN.
     """
     (_, bound, top_k), (num_tokens, hidden_dim), rows = row_of_slot.shape, out.shape, rows.contiguous()
-    sizes = _sizes(board.state.is_cuda, board.ep_size, inbox.max_programs, bound, hidden_dim, out.element_size())
     weights_or_any = rows if weights is None else weights.contiguous()
     values, out_scalars = (rows, out) if scalars is None else (scalars.values.contiguous(), scalars.out)
 
-    def run(programs: int, *, pushes: bool, takes: bool) -> None:
+    def run(*, pushes: bool, takes: bool) -> None:
+        plan = _plan(
+            board.fused, board.ep_size, inbox.max_programs, bound, top_k, hidden_dim, out.element_size(),
+            weights is not None, scalars is not None, pushes, takes,
+        )  # fmt: skip
         launch(
-            combine_small_kernel, (programs,), board.device, *board.tensors,
-            rows, row_of_slot, weights_or_any, inbox.shares, inbox.scores, inbox.tables, home_of_slot, out, sent,
+            combine_small_kernel, (plan.programs,), board.device, *board.tensors,
+            rows, row_of_slot, weights_or_any, inbox.rows, inbox.scores, inbox.tables, home_of_slot, out, sent,
             values, out_scalars,
             board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
             inbox.max_tokens, hidden_dim // 8,
-            PUSHES=pushes, TAKES=takes, FUSED=board.fused, WEIGHTED=weights is not None,
-            SCALARS=scalars is not None, TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), NUM_CHUNKS=NUM_CHUNKS,
-            POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            helpers=HELPERS, **sizes.constants, **board.constants,
+            chosen=plan.chosen,
         )  # fmt: skip
 
     if board.fused:
-        run(sizes.programs, pushes=True, takes=True)
+        run(pushes=True, takes=True)
         return
-    run(1, pushes=True, takes=False)
+    run(pushes=True, takes=False)
     launch_wait_small(board, opening.digest)
-    run(1, pushes=False, takes=True)
+    run(pushes=False, takes=True)
 
 
-class _Sizes(NamedTuple):
+class _Plan(NamedTuple):
     programs: int
-    constants: dict[str, int]
+    chosen: Chosen
 
 
-@cache
-def _sizes(on_gpu: bool, ep_size: int, max_programs: int, bound: int, hidden_dim: int, num_bytes: int) -> _Sizes:
-    """How many programs share the work, in which pieces, for elements of so many bytes; no time to find out anew."""
+@lru_cache(1024)
+def _plan(
+    fused: bool,
+    ep_size: int,
+    max_programs: int,
+    bound: int,
+    top_k: int,
+    hidden_dim: int,
+    num_bytes: int,
+    weighted: bool,
+    scalars: bool,
+    pushes: bool,
+    takes: bool,
+) -> _Plan:
+    """How many programs share a launch, in which pieces, for elements of so many bytes; no time to find out anew."""
     cols, workers = part_of(hidden_dim, num_bytes), max(max_programs - 1, 1)
     parts = -(-hidden_dim // cols)
-    if on_gpu:
+    if fused:
         pushed, taken = spread(ep_size * bound, parts, workers, 4), spread(bound, parts, workers, 4)
     else:
         pushed = taken = up_to(64, bound)
     pieces = max(ep_size * -(-bound // pushed), -(-bound // taken)) * parts
-    warps = 4 if max(pushed, taken) == 1 else 8
-    constants = {"PUSHED_ROWS": pushed, "TAKEN_ROWS": taken, "BLOCK_COLS": cols, "num_warps": warps}
-    return _Sizes(min(max_programs, 1 + pieces), constants)
+    chosen = Chosen(
+        HELPERS,
+        PUSHES=pushes, TAKES=takes, FUSED=fused, WEIGHTED=weighted, SCALARS=scalars, TOP_K=top_k,
+        TOP_K_BLOCK=power_of_two(top_k), NUM_CHUNKS=NUM_CHUNKS, PUSHED_ROWS=pushed, TAKEN_ROWS=taken, BLOCK_COLS=cols,
+        POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=4 if max(pushed, taken) == 1 else 8,
+        **group_constants(ep_size),
+    )  # fmt: skip
+    return _Plan(min(max_programs, 1 + pieces) if fused else 1, chosen)

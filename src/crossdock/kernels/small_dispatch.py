@@ -11,16 +11,27 @@ rank 1 in it at row 1, so `row_of_slot = [[[0], [-1]], [[-1], [1]]]` (the exampl
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
+from .account import Account
 from .blocks import power_of_two, up_to
-from .launch import launch
+from .launch import Chosen, launch
 from .publish import Opening, new_scores
-from .signal import ENDLESS, NUM_CHUNKS, POLLS_PER_LOOK, SIGNALLING, Board, begin_call, count_wait, varying
+from .signal import (
+    ENDLESS,
+    NUM_CHUNKS,
+    POLLS_PER_LOOK,
+    SIGNALLING,
+    Board,
+    begin_call,
+    count_wait,
+    group_constants,
+    varying,
+)
 from .small import (
     SMALL,
     Inbox,
@@ -38,6 +49,7 @@ from .small import (
 )
 from .small_receive import RECEIVING, clear_padding, fetch_tile, find_groups, place_tile
 from .small_send import SENDING, push_counts, push_places, push_rows, tell_brought
+from .tally import experts_at_once, tally
 
 
 class SmallGroups(NamedTuple):
@@ -67,7 +79,7 @@ def dispatch_small_kernel(
     inbox_places_ptr,  # [2, EP, S_max, K] int32
     inbox_scores_ptr,  # [2, EP, S_max, K] float32
     inbox_counts_ptr,  # [2, EP, e] int32
-    inbox_tables_ptr,  # [5, EP] int64: addresses of the four above, and another one
+    inbox_tables_ptr,  # [4, EP] int64: addresses of the four above
     groups_ptr,  # [programs, EP + 2, e] int32
     home_ptr,  # [T, K] int32
     num_sent_ptr,  # [1] int64
@@ -81,22 +93,30 @@ def dispatch_small_kernel(
     row_scores_ptr,  # [R] float32
     kept_scores_ptr,  # [R] float32: the same once more
     out_ptr,  # [R, D]
+    words_ptr,  # these five as `tally` takes them
+    troubles_ptr,
+    told_ptr,
+    overflowed_ptr,
+    rows_end_ptr,
     rank,
     digest,
     call,  # `varying`: its number
     tokens,  # `varying`: T
     limits,  # `varying`: S
     room,  # `varying`: R
+    entry,  # `varying`: the layer's place and the policy, see `Account`: 4 * layer + policy
     max_tokens,  # S_max
     hidden_eighths,  # D / 8
     stride_eighths,  # `x_stride` / 8
     PUSHES: tl.constexpr,
     TAKES: tl.constexpr,
     FUSED: tl.constexpr,  # whether this kernel waits
+    ENTERS: tl.constexpr,  # whether the dispatch is entered into an account
     ALIGNMENT: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     LOCAL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
@@ -192,6 +212,13 @@ def dispatch_small_kernel(
             inbox_counts_ptr, groups, padding_ptr, kept_ptr, wanted_ptr, ends_ptr, half, num_rows, alive, first == 0,
             ALIGNMENT, NUM_LOCAL, LOCAL_BLOCK, EP_SIZE, EP_BLOCK,
         )  # fmt: skip
+        if ENTERS:
+            if first == 0:
+                tally(
+                    wanted_ptr, kept_ptr, ends_ptr, bad_ids_ptr, words_ptr, troubles_ptr, told_ptr, overflowed_ptr,
+                    rows_end_ptr, (entry - 3) // 8, num_tokens, num_rows, tl.where(bound > 0, bound, 1),
+                    (entry - 3) // 2 % 4, NUM_LOCAL, EP_SIZE, ALIGNMENT, EXPERT_BLOCK, EP_BLOCK,
+                )  # fmt: skip
         if worker >= 0:
             for tile in range(worker, num_tiles, workers):
                 next_value, next_brought, next_places = fetch_tile(
@@ -214,7 +241,7 @@ def dispatch_small_kernel(
             poison(kept_scores_ptr, num_rows, first, programs, BLOCK_COLS)
 
 
-HELPERS = (*SIGNALLING, *SMALL, *SENDING, *RECEIVING)
+HELPERS = (*SIGNALLING, *SMALL, *SENDING, *RECEIVING, tally)
 
 
 def launch_dispatch_small(
@@ -229,6 +256,8 @@ def launch_dispatch_small(
     alignment: int,
     num_experts: int,
     out: torch.Tensor,
+    account: Account | None = None,
+    rows_end: torch.Tensor | None = None,
 ) -> tuple[SmallGroups, tuple[torch.Tensor, torch.Tensor]]:
     """A whole dispatch of `x [T, D]`, which no rank has more than `bound` tokens of, into `out [R, D]`.
 
@@ -244,6 +273,8 @@ def launch_dispatch_small(
         alignment: groups are padded to a multiple of this.
         num_experts: of all ranks.
         out: R is the capacity.
+        account: where the dispatch is entered, or None.
+        rows_end: `[1]` int64: out, with an account: the end of the last expert's rows.
 
     Returns:
         The groups, and `row_scores [R]` float32, 0 on padding rows, twice: each in memory of its own. Once a wait was
@@ -255,41 +286,43 @@ def launch_dispatch_small(
     ids, scores = ids.contiguous(), scores.contiguous()
     groups = _new_groups(board, bound, num_tokens, top_k, num_local)
     row_scores, kept_scores = new_scores(board, out.shape[0])
-    sizes = _sizes(
-        board.state.is_cuda, board.ep_size, inbox.max_programs, inbox.max_tokens, bound, top_k, num_local,
-        out.shape[1], out.element_size(),
-    )  # fmt: skip
+    books: tuple[torch.Tensor, ...] = (groups.wanted,) * 5
+    entry = 0
+    if account is not None and rows_end is not None:
+        books, entry = (*account.books, rows_end), 4 * account.layer + account.policy
 
-    def run(programs: int, *, pushes: bool, takes: bool) -> None:
+    def run(*, pushes: bool, takes: bool) -> None:
+        plan = _plan(
+            board.fused, board.ep_size, inbox.max_programs, inbox.max_tokens, bound, top_k, num_local, out.shape[1],
+            out.element_size(), alignment, pushes, takes, account is not None,
+        )  # fmt: skip
         launch(
-            dispatch_small_kernel, (programs,), board.device, *board.tensors,
+            dispatch_small_kernel, (plan.programs,), board.device, *board.tensors,
             x, ids, scores, inbox.rows, inbox.places, inbox.scores, inbox.counts, inbox.tables, inbox.groups,
             groups.home_of_slot, groups.num_sent, sent, groups.row_of_slot, groups.padding, groups.tokens_per_expert,
-            groups.wanted, groups.expert_offsets, groups.bad_ids, row_scores, kept_scores, out,
+            groups.wanted, groups.expert_offsets, groups.bad_ids, row_scores, kept_scores, out, *books,
             board.rank, opening.digest, varying(opening.number), varying(num_tokens), varying(bound),
-            varying(out.shape[0]), inbox.max_tokens, out.shape[1] // 8, x.stride(0) // 8,
-            PUSHES=pushes, TAKES=takes, FUSED=board.fused, ALIGNMENT=alignment, NUM_EXPERTS=num_experts,
-            NUM_CHUNKS=NUM_CHUNKS, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            helpers=HELPERS, **sizes.constants, **board.constants,
+            varying(out.shape[0]), varying(entry), inbox.max_tokens, out.shape[1] // 8, x.stride(0) // 8,
+            chosen=plan.chosen,
         )  # fmt: skip
 
     if board.fused:
-        run(sizes.programs, pushes=True, takes=True)
+        run(pushes=True, takes=True)
     else:
-        run(1, pushes=True, takes=False)
+        run(pushes=True, takes=False)
         launch_wait_small(board, opening.digest)
-        run(1, pushes=False, takes=True)
+        run(pushes=False, takes=True)
     return groups, (row_scores, kept_scores)
 
 
-class _Sizes(NamedTuple):
+class _Plan(NamedTuple):
     programs: int
-    constants: dict[str, int]
+    chosen: Chosen
 
 
-@cache
-def _sizes(
-    on_gpu: bool,
+@lru_cache(1024)
+def _plan(
+    fused: bool,
     ep_size: int,
     max_programs: int,
     max_tokens: int,
@@ -298,25 +331,32 @@ def _sizes(
     num_local: int,
     hidden_dim: int,
     num_bytes: int,
-) -> _Sizes:
-    """How many programs share the work, in which pieces, for elements of so many bytes; no time to find out anew."""
+    alignment: int,
+    pushes: bool,
+    takes: bool,
+    enters: bool,
+) -> _Plan:
+    """How many programs share a launch, in which pieces, for elements of so many bytes; no time to find out anew."""
     cols, workers, slots = part_of(hidden_dim, num_bytes), max(max_programs - 1, 1), power_of_two(top_k)
     parts = -(-hidden_dim // cols)
-    if on_gpu:
+    if fused:
         pushed, taken = spread(bound, parts, workers, 4), spread(ep_size * bound, parts, workers, 8)
         block = spread(bound, 1, workers, 8)
     else:
         pushed = taken = block = up_to(64, bound)
     pieces = max(-(-bound // pushed) * parts + ep_size + -(-bound // block), ep_size * -(-bound // taken) * parts)
-    constants = {
-        "NUM_LOCAL": num_local, "LOCAL_BLOCK": power_of_two(num_local),
-        "TOP_K": top_k, "TOP_K_BLOCK": slots, "PLACES": places_of(max_tokens, top_k),
-        "PUSHED_ROWS": pushed, "TAKEN_ROWS": taken, "BLOCK_COLS": cols,
-        "BLOCK": block, "OTHERS": compared(on_gpu, block * slots, bound * top_k),
-        "COUNTED": compared(on_gpu, num_local, bound * top_k), "READ_TOKENS": up_to(128, bound),
-        "num_warps": 4 if max(pushed, taken) == 1 else 8,
-    }  # fmt: skip
-    return _Sizes(min(max_programs, 1 + pieces), constants)
+    chosen = Chosen(
+        HELPERS,
+        PUSHES=pushes, TAKES=takes, FUSED=fused, ENTERS=enters, ALIGNMENT=alignment, NUM_EXPERTS=num_local * ep_size,
+        NUM_LOCAL=num_local, LOCAL_BLOCK=power_of_two(num_local), EXPERT_BLOCK=experts_at_once(num_local),
+        TOP_K=top_k, TOP_K_BLOCK=slots, PLACES=places_of(max_tokens, top_k), NUM_CHUNKS=NUM_CHUNKS,
+        PUSHED_ROWS=pushed, TAKEN_ROWS=taken, BLOCK_COLS=cols,
+        BLOCK=block, OTHERS=compared(fused, block * slots, bound * top_k),
+        COUNTED=compared(fused, num_local, bound * top_k), READ_TOKENS=up_to(128, bound),
+        POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=4 if max(pushed, taken) == 1 else 8,
+        **group_constants(ep_size),
+    )  # fmt: skip
+    return _Plan(min(max_programs, 1 + pieces) if fused else 1, chosen)
 
 
 def _new_groups(board: Board, bound: int, num_tokens: int, top_k: int, num_local: int) -> SmallGroups:

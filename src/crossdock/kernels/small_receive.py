@@ -60,6 +60,7 @@ def fetch_tile(
     there = (token < tl.where(own, num_tokens, bound)) & (tile < num_tiles)
     in_inbox = (half * EP_SIZE + from_rank) * max_tokens + token
     row_ptr = tl.where(own, x_ptr + token.to(tl.int64) * x_stride, inbox_ptr + in_inbox * hidden_dim)
+    row_ptr = tl.multiple_of(row_ptr, [16])  # Triton 3.8 does not see it through the choice
     brought = tl.load(brought_ptr + from_rank)
     places = ()
     for slot in tl.static_range(TOP_K):

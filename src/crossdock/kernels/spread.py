@@ -10,14 +10,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .signal import count_wait, is_last, tell, wait_for, wide
-
-
-def fill(out_ptr, value, first, end, BLOCK: tl.constexpr):
-    """Elements `first` up to `end` become `value`; by one program."""
-    for start in range(first, end, BLOCK):
-        place = start + tl.arange(0, BLOCK).to(tl.int64)
-        tl.store(out_ptr + place, value, mask=place < end)
+from .round import fill
+from .signal import wait_for, wide
 
 
 def spread_tile(
@@ -43,7 +37,7 @@ def spread_tile(
 
 
 def claim(state_ptr):
-    """The number of the next tile that nobody has claimed yet; `end_round` starts it again."""
+    """The number of the next tile that nobody has claimed yet; `forget_claims` starts it again."""
     return tl.atomic_add(state_ptr + 28, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
@@ -105,38 +99,4 @@ def fill_padding(
         fill(out_ptr, 0.0, padding * hidden_dim, end * hidden_dim, BLOCK)
 
 
-def forget_claims(state_ptr):
-    """For the next launch: nothing is claimed, and nobody has come; by one program, when all have."""
-    tl.store(state_ptr + 27, 0)
-    tl.store(state_ptr + 28, 0)
-
-
-def end_round(
-    signals_ptr, table_ptr, state_ptr, desk_ptr, out_ptr, row_scores_ptrs, number, digest, rank, bound, num_rows,
-    hidden_dim, programs,
-    SCORED: tl.constexpr, NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, POLLS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
-):  # fmt: skip
-    """The last of `programs` tells that this rank has read (pattern free); what was given up becomes NaN before.
-
-    That is `out_ptr [R, D]` and, with `SCORED`, both `row_scores_ptrs`, `[R]` each.
-    """
-    if is_last(state_ptr, 8, programs):
-        if bound == 0:  # then nobody has waited for this round yet
-            wait_for(
-                signals_ptr, state_ptr, desk_ptr, 6 + number % 2 * NUM_CHUNKS, number, digest, POLLS,
-                POLLS_PER_LOOK, True, EP_SIZE, EP_BLOCK,
-            )  # fmt: skip
-        if tl.load(state_ptr + 4) != 0:
-            fill(out_ptr, float("nan"), 0, wide(num_rows) * hidden_dim, BLOCK_COLS)
-            if SCORED:
-                fill(row_scores_ptrs[0], float("nan"), 0, wide(num_rows), BLOCK_COLS)
-                fill(row_scores_ptrs[1], float("nan"), 0, wide(num_rows), BLOCK_COLS)
-        tl.store(state_ptr, number)
-        tl.store(state_ptr + 1, number)
-        forget_claims(state_ptr)
-        tell(table_ptr, state_ptr, 4, rank, number * 2147483648, EP_SIZE, EP_BLOCK)
-        count_wait(state_ptr, desk_ptr, 6)
-
-
-SPREADING = (fill, spread_tile, claim, spread_chunks, fill_padding, forget_claims, end_round)
+SPREADING = (spread_tile, claim, spread_chunks, fill_padding)

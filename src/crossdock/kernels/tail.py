@@ -22,25 +22,33 @@ def zero_tail_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Zero what of a block of rows lies behind the end."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    behind = (row >= tl.load(end_ptr)) & (row < num_rows)
-    if SCORED:
-        tl.store(scores_ptr + row, tl.full((BLOCK_ROWS,), 0.0, tl.float32), mask=behind)
+    """Zero what of blocks of rows lies behind the end."""
+    end = tl.load(end_ptr)
     zeros = tl.full((BLOCK_ROWS, BLOCK_COLS), 0.0, rows_ptr.dtype.element_ty)
-    for start in range(0, hidden_dim, BLOCK_COLS):
-        col = start + tl.arange(0, BLOCK_COLS)
-        mask = behind[:, None] & (col < hidden_dim)[None, :]
-        tl.store(rows_ptr + row[:, None] * hidden_dim + col[None, :], zeros, mask=mask)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK_ROWS
+    first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    while first < num_rows:
+        row = first + tl.arange(0, BLOCK_ROWS)
+        behind = (row >= end) & (row < num_rows)
+        if SCORED:
+            tl.store(scores_ptr + row, tl.full((BLOCK_ROWS,), 0.0, tl.float32), mask=behind)
+        for start in range(0, hidden_dim, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            mask = behind[:, None] & (col < hidden_dim)[None, :]
+            tl.store(rows_ptr + row[:, None] * hidden_dim + col[None, :], zeros, mask=mask)
+        first += step
 
 
-def launch_zero_tail(end: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None) -> None:
+def launch_zero_tail(
+    end: torch.Tensor, rows: torch.Tensor, scores: torch.Tensor | None, max_programs: int | None = None
+) -> None:
     """Zero `rows [R, D]` (contiguous), and `scores [R]` if given, from row `end [1]` (int64) on; in place."""
     num_rows, hidden_dim = rows.shape
+    programs = triton.cdiv(num_rows, 4)
     if num_rows:
         launch(
             zero_tail_kernel,
-            (triton.cdiv(num_rows, 4),),
+            (min(programs, max_programs or programs),),
             rows.device,
             end,
             rows,

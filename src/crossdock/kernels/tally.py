@@ -1,4 +1,4 @@
-"""The account of one dispatch: what its experts wanted and got, added to its layer's words, in one launch.
+"""The account of one dispatch: what its experts wanted and got, added to its layer's words.
 
 Two experts that want 3 and 2 rows, alignment 2, 4 rows of capacity: the first takes up all 4 with its padding. The
 demand is 6 with padding, 5 rows are wanted and 3 kept, so one dispatch more has overflowed; its rows end at 4.
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from .account import Account
 from .blocks import power_of_two
 from .launch import launch
 
 _MOST_EXPERTS_AT_ONCE = 1024
 
 
-def tally_kernel(
+def tally(
     wanted_ptr,  # [e] int64
     kept_ptr,  # [e] int64
     offsets_ptr,  # [e] int32
@@ -30,15 +31,15 @@ def tally_kernel(
     layer,
     num_tokens,
     capacity,  # -1: as many rows as came
-    bound,  # tokens of any rank in this call
-    policy,  # of an overflow: 0 counts, 1 flags as well, 2 raises as well
+    bound,  # tokens of any rank in this call, at least 1
+    policy,
     num_local,
     ep_size,
     alignment,
     EXPERT_BLOCK: tl.constexpr,
     EP_BLOCK: tl.constexpr,
 ):
-    """Add one dispatch to its layer's account; one program."""
+    """Add one dispatch to its layer's account, by one program; that may have written what is read, before a barrier."""
     expert = tl.arange(0, EXPERT_BLOCK)
     total = tl.full((EXPERT_BLOCK,), 0, tl.int64)
     demand = tl.full((EXPERT_BLOCK,), 0, tl.int64)
@@ -95,34 +96,32 @@ def tally_kernel(
         tl.store(told_ptr + 4, bad_before + num_bad)
 
 
-def launch_tally(entry: Any, books: tuple[torch.Tensor, ...], layer: int, alignment: int) -> torch.Tensor:
-    """Enter a `ledger.Entry`: `[1]` int64, the end of the last expert's rows.
+def tally_kernel(
+    wanted_ptr, kept_ptr, offsets_ptr, bad_ids_ptr, words_ptr, troubles_ptr, told_ptr, overflowed_ptr, end_ptr,
+    layer, num_tokens, capacity, bound, policy, num_local, ep_size, alignment,
+    EXPERT_BLOCK: tl.constexpr, EP_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`tally`, in a launch of its own: of a dispatch whose kernels have not done it."""
+    tally(
+        wanted_ptr, kept_ptr, offsets_ptr, bad_ids_ptr, words_ptr, troubles_ptr, told_ptr, overflowed_ptr, end_ptr,
+        layer, num_tokens, capacity, bound, policy, num_local, ep_size, alignment, EXPERT_BLOCK, EP_BLOCK,
+    )  # fmt: skip
 
-    `books` are the layer's words, the words of trouble on the device and for the host, and the overflow flag; `layer`
-    is the layer's place in the ledger.
-    """
+
+def launch_tally(entry: Any, account: Account, alignment: int) -> torch.Tensor:
+    """Enter a `ledger.Entry`: `[1]` int64, the end of the last expert's rows."""
     wanted, num_local, ep_size = entry.wanted, entry.wanted.shape[0], entry.bad_ids.shape[0]
     end = torch.empty(1, dtype=torch.int64, device=wanted.device)
     launch(
-        tally_kernel,
-        (1,),
-        wanted.device,
-        wanted,
-        entry.kept,
-        entry.expert_offsets,
-        entry.bad_ids,
-        *books,
-        end,
-        layer,
-        entry.num_tokens,
-        entry.capacity,
-        entry.num_tokens_per_rank,
-        entry.policy,
-        num_local,
-        ep_size,
+        tally_kernel, (1,), wanted.device,
+        wanted, entry.kept, entry.expert_offsets, entry.bad_ids, *account.books, end,
+        account.layer, entry.num_tokens, entry.capacity, entry.num_tokens_per_rank, account.policy, num_local, ep_size,
         alignment,
-        EXPERT_BLOCK=min(power_of_two(num_local), _MOST_EXPERTS_AT_ONCE),
-        EP_BLOCK=power_of_two(ep_size),
-        num_warps=1,
-    )
+        EXPERT_BLOCK=experts_at_once(num_local), EP_BLOCK=power_of_two(ep_size), num_warps=1, helpers=(tally,),
+    )  # fmt: skip
     return end
+
+
+def experts_at_once(num_local: int) -> int:
+    """EXPERT_BLOCK for so many local experts."""
+    return min(power_of_two(num_local), _MOST_EXPERTS_AT_ONCE)

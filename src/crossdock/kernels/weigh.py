@@ -22,7 +22,8 @@ from .blocks import Tile, up_to
 from .launch import launch
 from .move import Moves
 from .publish import Opening
-from .push import PUSHING, begin_moving, push_chunks
+from .push import PUSHING, push_chunks
+from .round import ROUND_ENDS, begin_round, end_round
 from .rounding import round_to
 from .signal import (
     CHUNKS,
@@ -31,15 +32,12 @@ from .signal import (
     POLLS_PER_LOOK,
     READ,
     SIGNALLING,
-    STAGING,
     Board,
     is_last,
-    launch_tell,
-    launch_wait,
     varying,
     wide,
 )
-from .spread import SPREADING, end_round
+from .waits import launch_tell, launch_wait
 
 _BLOCK, _CPU_BLOCK = 1024, 1 << 15  # slots, or rows
 _PADDING_BLOCK = 128
@@ -193,13 +191,15 @@ def weigh_rows_kernel(
     if PUSHES:
         if first < num_pushers:
             number = tl.load(state_ptr) + 1
-            begin_moving(
-                signals_ptr, table_ptr, state_ptr, desk_ptr, num_sent_ptr, sent_ptr, number, digest, rank, call, first,
-                FUSED, EP_SIZE, EP_BLOCK, POLLS, POLLS_PER_LOOK,
+            if first == 0:
+                tl.store(sent_ptr, tl.load(sent_ptr) + tl.load(num_sent_ptr))
+            begin_round(
+                signals_ptr, table_ptr, state_ptr, desk_ptr, number, digest, rank, call, first, FUSED, EP_SIZE,
+                EP_BLOCK, POLLS, POLLS_PER_LOOK,
             )  # fmt: skip
             push_chunks(
                 x_ptr, home_ptr, staging_table_ptr, table_ptr, state_ptr, number, digest, rank, num_tokens, max_tokens,
-                first, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, TOP_K, PUSH_PARTS, NUM_CHUNKS,
+                first, num_pushers, hidden_dim, x_stride, chunk_len, FUSED, 0, TOP_K, PUSH_PARTS, NUM_CHUNKS,
                 EP_SIZE, EP_BLOCK, PUSH_ROWS, PUSH_COLS,
             )  # fmt: skip
             if FUSED:
@@ -244,9 +244,9 @@ def add_parts_kernel(
     tl.store(dots_ptr + row, total, mask=row < num_rows)
     if FUSED:
         end_round(
-            signals_ptr, table_ptr, state_ptr, desk_ptr, weighed_ptr, (dots_ptr, dots_ptr), tl.load(state_ptr), digest,
-            rank, 1, num_rows, hidden_dim, tl.num_programs(0), True, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK, POLLS,
-            POLLS_PER_LOOK,
+            signals_ptr, table_ptr, state_ptr, desk_ptr, weighed_ptr, wide(num_rows) * hidden_dim,
+            (dots_ptr, dots_ptr), num_rows, tl.load(state_ptr), digest, rank, True, tl.num_programs(0), True,
+            NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK, POLLS, POLLS_PER_LOOK,
         )  # fmt: skip
 
 
@@ -275,9 +275,9 @@ def launch_weigh_rows(
     if board.fused:
         run(pushes=True, own=True, others=False)
     else:
-        launch_wait(board, READ, opening.digest, buffer=STAGING)
+        launch_wait(board, READ, opening.digest)
         run(pushes=True, own=False, others=False)
-        launch_tell(board, CHUNKS, opening.digest, buffer=STAGING, begins=True)
+        launch_tell(board, CHUNKS, opening.digest, begins=True)
     launch_wait(board, CHUNKS, opening.digest)
     run(pushes=False, own=not board.fused, others=True)
     dots = _launch_add_parts(board, opening, weighed)
@@ -316,7 +316,7 @@ class _Run(NamedTuple):
             NUM_LOCAL=self.padding.shape[1], TOP_K=self.top_k,
             PUSH_PARTS=moves.push.parts_of(moves.pushes), NUM_CHUNKS=NUM_CHUNKS,
             PUSH_ROWS=moves.push.rows, PUSH_COLS=moves.push.cols, POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-            num_warps=tile.warps, helpers=(*SIGNALLING, *PUSHING, *WEIGHING),
+            num_warps=tile.warps, helpers=(*SIGNALLING, *ROUND_ENDS, *PUSHING, *WEIGHING),
             **tile.constants, **board.constants,
         )  # fmt: skip
 
@@ -344,6 +344,6 @@ def _launch_add_parts(board: Board, opening: Opening, weighed: Weighed) -> torch
         weighed.parts, dots, weighed.out, board.rank, opening.digest, varying(num_rows), weighed.out.shape[1],
         FUSED=board.fused, NUM_PARTS=num_parts, NUM_CHUNKS=NUM_CHUNKS, BLOCK=block,
         POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK,
-        num_warps=4, helpers=(*SIGNALLING, *SPREADING), **board.constants,
+        num_warps=4, helpers=(*SIGNALLING, *ROUND_ENDS), **board.constants,
     )  # fmt: skip
     return dots

@@ -34,15 +34,11 @@ def inbox_buffers(spec: TransportSpec) -> list[BufferSpec]:
     if not serves_small(spec):
         return []
     tokens, top_k, halves = spec.num_max_tokens_per_rank, spec.top_k, (2, spec.ep_size)
-    hidden_dim, num_local = spec.hidden_dim, spec.num_local_experts
-    # `exact` combines slot by slot, without shares: these buffers are a formality then.
-    shares = (tokens, hidden_dim) if spec.reduction == "fast" else (1, 1)
     return [
-        BufferSpec("inbox_rows", (*halves, tokens, hidden_dim), spec.dtype),
+        BufferSpec("inbox_rows", (*halves, tokens, spec.hidden_dim), spec.dtype),
         BufferSpec("inbox_places", (*halves, tokens, top_k), torch.int32),
         BufferSpec("inbox_scores", (*halves, tokens, top_k), torch.float32),
-        BufferSpec("inbox_counts", (*halves, num_local), torch.int32),
-        BufferSpec("inbox_shares", (*halves, *shares), spec.dtype),
+        BufferSpec("inbox_counts", (*halves, spec.num_local_experts), torch.int32),
     ]
 
 

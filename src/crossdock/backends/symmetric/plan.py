@@ -27,6 +27,7 @@ class Plan(NamedTuple):
         take: of those that add them up.
         weigh: of those that weigh gradients, while `push` programs push them; not used with `num_sms`.
         small: programs of a kernel for small batches, where it serves (see `kernels/small.py`); 0: the others do.
+        others: programs of any other kernel that moves data.
     """
 
     chunk_len: int
@@ -37,25 +38,27 @@ class Plan(NamedTuple):
     take: Tile
     weigh: Tile
     small: int = 0
+    others: int = _A_TILE_EACH
 
     @classmethod
     def of(cls, spec: TransportSpec, device: torch.device) -> Plan:
-        """With `num_sms`, so many programs move rows at most (or 2); else as measured, see docs/measurements.md."""
+        """With `num_sms`, so many programs move data at most; else as measured, see docs/measurements.md."""
         tokens = -(-spec.num_max_tokens_per_rank // NUM_CHUNKS)
         chunk_len = -(-tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
         num_rows, sms = spec.num_max_tokens_per_rank * spec.ep_size, _processors(device)
         small = sms if serves_small(spec) else 0
 
         def tile(programs: int, rows: int = 4, warps: int = 8) -> Tile:
-            return row_tile(device, spec.hidden_dim, num_rows, max(1, programs), rows)._replace(warps=warps)
+            return row_tile(device, spec.hidden_dim, num_rows, programs, rows)._replace(warps=warps)
 
         weigh = tile(_A_TILE_EACH, warps=4)
         if spec.num_sms is not None:  # few programs: large tiles, so that enough is under way
-            half, quarter = max(1, spec.num_sms // 2), max(1, spec.num_sms // 4)
-            rest, most = max(1, spec.num_sms - half), max(1, spec.num_sms - quarter)
-            push, spread = tile(half, 8, 32), tile(rest, 8, 32)
-            give, take = tile(most, 8, 32), tile(quarter, 8, 32)
-            return cls(chunk_len, rest, push, spread, give, take, weigh, min(small, spec.num_sms))
+            num_sms = spec.num_sms
+            half, quarter = max(1, num_sms // 2), min(max(1, num_sms // 4), num_sms - 1)
+            push, spread = tile(half, 8, 32), tile(num_sms - half, 8, 32)
+            give, take = tile(num_sms - quarter, 8, 32), tile(quarter, 8, 32)
+            arrangers = max(1, num_sms - half)
+            return cls(chunk_len, arrangers, push, spread, give, take, weigh, min(small, num_sms), num_sms)
         # Programs of a dispatch fit the device at once, two to a processor, those of a combine four: some wait for
         # each other. Those that weigh wait for nobody.
         pushers = sms if spec.ep_size > 1 else 1
@@ -67,6 +70,7 @@ class Plan(NamedTuple):
         dispatch = f"{self.push.max_programs} push, {self.spread.max_programs} arrange and spread"
         combine = f"{self.give.max_programs} give, {self.take.max_programs} take"
         told = f"programs of a dispatch: {dispatch}; of a combine: {combine}"
+        told = "one program does a whole dispatch or combine" if self.others == 1 else told
         return f"{told}; with kernels for small batches {self.small} of either" if self.small else told
 
 

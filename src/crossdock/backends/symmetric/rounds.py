@@ -38,9 +38,9 @@ from ...kernels.signal import (
     NUM_STATE,
     NUM_WORDS,
     Board,
-    GivenUp,
     digest_of,
 )
+from ...kernels.waits import GivenUp
 from ...memory.watch import Watch
 from ...memory.workspace import BufferSpec, Workspace
 from ..base import Call, TransportSpec

@@ -18,16 +18,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...inputs import refuse_bad_ids
-from ...kernels.arrange import Groups, Moving, Routed, launch_arrange, launch_place
+from ...kernels.arrange import Groups, Routed
 from ...kernels.combine import Routes, launch_combine, launch_combine_slot
+from ...kernels.dispatch import Moving, Scores, Sizes, launch_count, launch_dispatch, launch_place
 from ...kernels.move import Moves, launch_move_rows, launch_push_rows, launch_spread_rows
 from ...kernels.publish import Opening, Routing, launch_publish_routing
 from ...kernels.push import Staging
 from ...kernels.scalars import Scalars, Slips, launch_swap_scalars
-from ...kernels.signal import GIVEN_UP, READ, ROUTED, STAGING, TOKENS, launch_tell, launch_wait
+from ...kernels.signal import GIVEN_UP, READ, ROUTED, TOKENS
 from ...kernels.small import Inbox, inbox_groups
 from ...kernels.small_combine import launch_combine_small
 from ...kernels.small_dispatch import SmallGroups, launch_dispatch_small
+from ...kernels.waits import launch_tell, launch_wait
 from ...kernels.weigh import Weighed, launch_weigh_rows
 from ...layer_counters import LayerCounters
 from ...memory.workspace import Workspace, most_bytes
@@ -56,6 +58,15 @@ class SymmetricLayout(NamedTuple):
     extent: torch.Tensor
 
 
+class _Dispatched(NamedTuple):
+    """What the general kernels bring: rows, both their scores, the groups, and where these end if it was asked for."""
+
+    rows: torch.Tensor
+    both_scores: Scores
+    groups: Groups
+    rows_end: torch.Tensor | None
+
+
 class SymmetricTransport(Transport):
     """All of `Transport` over one `Workspace`. Opening is collective.
 
@@ -82,25 +93,19 @@ class SymmetricTransport(Transport):
     def dispatch(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, num_rows: int | None, call: Call
     ) -> Received:
-        board, own, table = self.rounds.board, self.workspace.own, self.workspace.table
-        opening = self.rounds.open(call)
+        board, opening = self.rounds.board, self.rounds.open(call)
         x = x if x.stride(1) == 1 else x.contiguous()
         self._count_other(expert_ids.numel() * (4 + 4))
         inbox = self._small_inbox
         if inbox is not None and num_rows is not None:
             return self._dispatch_small(opening, inbox, x, scores, expert_ids, num_rows, call)
+        routing, moves, routed = self._opened(x, scores, expert_ids, call)
         with self.rounds.waiting():
-            tokens, experts = self.spec.num_max_tokens_per_rank, self.spec.num_experts
-            routing = Routing(expert_ids, scores, table["ids"], table["scores"], tokens, experts, self._sent_by(call))
-            home_of_slot, num_sent = launch_publish_routing(board, opening, routing)
-            moves = self._moves(x, home_of_slot)
-            if not board.fused:
-                launch_push_rows(board, opening, moves, num_sent)
-            routed = Routed(own["ids"], own["scores"], self._bound(call))
-            groups, both_scores, rows = self._arrange(opening, routed, moves, num_rows)
-            if not board.fused:
-                launch_spread_rows(board, opening, moves, groups.row_of_slot, groups.padding, rows)
-        return _received(rows, both_scores, groups, home_of_slot, num_sent)
+            if board.fused:
+                dispatched = self._dispatch_fused(opening, routing, routed, moves, num_rows, call)
+            else:
+                dispatched = self._dispatch_in_steps(opening, routing, routed, moves, num_rows)
+        return _received(*dispatched, routing.home_of_slot, routing.num_sent)
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:
         there, opening = SymmetricLayout(*layout), self.rounds.open(call)
@@ -152,7 +157,13 @@ class SymmetricTransport(Transport):
         self._count_other(there.home_of_slot.numel() * 4)
         with self.rounds.waiting():
             return launch_swap_scalars(
-                self.rounds.board, opening, self._slips, values, there.row_of_slot, there.home_of_slot
+                self.rounds.board,
+                opening,
+                self._slips,
+                values,
+                there.row_of_slot,
+                there.home_of_slot,
+                self.plan.others,
             )
 
     def dispatch_backward(
@@ -184,7 +195,7 @@ class SymmetricTransport(Transport):
         """A round of its own: what all ranks tell is a number of tokens like any other."""
         board, opening = self.rounds.board, self.rounds.last_opening
         with self.rounds.waiting():
-            launch_wait(board, READ, opening.digest, buffer=STAGING)
+            launch_wait(board, READ, opening.digest)
             launch_tell(board, ROUTED, opening.digest, num_tokens=value)
             launch_wait(board, ROUTED, opening.digest)
             values = board.signals[TOKENS : TOKENS + 2, :].tolist()
@@ -238,10 +249,10 @@ class SymmetricTransport(Transport):
         names = [buffer.name for buffer in inbox_buffers(spec)]
         if not names:
             return None
-        rows, places, scores, counts, shares = (own[name] for name in names)
+        rows, places, scores, counts = (own[name] for name in names)
         tables = torch.stack([table[name] for name in names])
         groups = inbox_groups(self.device, max(1, self.plan.small), spec.num_local_experts, spec.ep_size)
-        return Inbox(rows, places, scores, counts, shares, tables, groups)
+        return Inbox(rows, places, scores, counts, tables, groups)
 
     @property
     def _small_inbox(self) -> Inbox | None:
@@ -260,11 +271,12 @@ class SymmetricTransport(Transport):
     ) -> Received:
         rows, spec = new_rows(num_rows, inbox.rows[0, 0]), self.spec
         with self.rounds.waiting():
+            rows_end = None if call.account is None else torch.empty(1, dtype=torch.int64, device=self.device)
             groups, both_scores = launch_dispatch_small(
                 self.rounds.board, opening, inbox, x, scores, expert_ids, self._sent_by(call), self._bound(call),
-                spec.expert_alignment, spec.num_experts, rows,
+                spec.expert_alignment, spec.num_experts, rows, call.account, rows_end,
             )  # fmt: skip
-        return _received(rows, both_scores, groups, groups.home_of_slot, groups.num_sent)
+        return _received(rows, both_scores, groups, rows_end, groups.home_of_slot, groups.num_sent)
 
     def _combine_fast(
         self,
@@ -302,22 +314,52 @@ class SymmetricTransport(Transport):
     def _rows_of(self, layout: SymmetricLayout) -> torch.Tensor:
         return new_rows(layout.extent.shape[0], self._staging.own[0])
 
-    def _arrange(
-        self, opening: Opening, routed: Routed, moves: Moves, num_rows: int | None
-    ) -> tuple[Groups, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Arrange what all ranks have sent, with both scores of its rows, and the rows; on a GPU those move too."""
-        board, spec, programs = self.rounds.board, self.spec, self.plan.arrangers
-        rows = None if num_rows is None else new_rows(num_rows, self._staging.own[0])
-        moving = Moving(moves, rows) if board.fused and rows is not None else None
-        size = (spec.expert_alignment, spec.num_local_experts, num_rows, programs)
-        groups, row_scores = launch_arrange(board, opening.digest, routed, *size, moving)
-        if rows is None or row_scores is None:
+    def _opened(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, call: Call
+    ) -> tuple[Routing, Moves, Routed]:
+        """What this rank publishes, what it moves, and where all ranks' routing comes to."""
+        own, table, spec = self.workspace.own, self.workspace.table, self.spec
+        home_of_slot = torch.empty(expert_ids.shape, dtype=torch.int32, device=self.device)
+        num_sent = torch.empty(1, dtype=torch.int64, device=self.device)
+        routing = Routing(
+            expert_ids, scores, table["ids"], table["scores"], spec.num_max_tokens_per_rank, spec.num_experts,
+            self._sent_by(call), home_of_slot, num_sent,
+        )  # fmt: skip
+        return routing, self._moves(x, home_of_slot), Routed(own["ids"], own["scores"], self._bound(call))
+
+    def _dispatch_fused(
+        self, opening: Opening, routing: Routing, routed: Routed, moves: Moves, num_rows: int | None, call: Call
+    ) -> _Dispatched:
+        """On a GPU one launch does it all; where the host has to know how many rows come, two."""
+        board, sizes = self.rounds.board, self._sizes
+        if num_rows is not None:
+            rows_end = None if call.account is None else torch.empty(1, dtype=torch.int64, device=self.device)
+            moving = Moving(moves, new_rows(num_rows, self._staging.own[0]), call.account, rows_end)
+            groups, both_scores = launch_dispatch(board, opening, routing, routed, sizes, moving)
+            return _Dispatched(moving.out, both_scores, groups, rows_end)
+        groups = launch_count(board, opening, routing, routed, sizes, None)
+        moving = Moving(moves, new_rows(self._await_counts(groups, opening), self._staging.own[0]))
+        both_scores = launch_place(board, opening, routing, routed, groups, sizes, moving.out.shape[0], moving)
+        return _Dispatched(moving.out, both_scores, groups, None)
+
+    def _dispatch_in_steps(
+        self, opening: Opening, routing: Routing, routed: Routed, moves: Moves, num_rows: int | None
+    ) -> _Dispatched:
+        """In the interpreter."""
+        board, sizes = self.rounds.board, self._sizes
+        launch_publish_routing(board, opening, routing)
+        launch_push_rows(board, opening, moves, routing.num_sent)
+        groups = launch_count(board, opening, routing, routed, sizes, num_rows)
+        if num_rows is None:
             num_rows = self._await_counts(groups, opening)
-            rows = new_rows(num_rows, self._staging.own[0])
-            moving = Moving(moves, rows) if board.fused else None
-            size_known = (spec.expert_alignment, num_rows, programs)
-            row_scores = launch_place(board, opening.digest, routed, groups, *size_known, moving)
-        return groups, row_scores, rows
+        both_scores = launch_place(board, opening, routing, routed, groups, sizes, num_rows)
+        rows = new_rows(num_rows, self._staging.own[0])
+        launch_spread_rows(board, opening, moves, groups.row_of_slot, groups.padding, rows)
+        return _Dispatched(rows, both_scores, groups, None)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return Sizes(self.spec.expert_alignment, self.spec.num_local_experts, self.plan.arrangers)
 
     def _await_counts(self, groups: Groups, opening: Opening) -> int:
         """Rows to make room for; the one host synchronisation."""
@@ -336,8 +378,9 @@ class SymmetricTransport(Transport):
 
 def _received(
     rows: torch.Tensor,
-    both_scores: tuple[torch.Tensor, torch.Tensor],
+    both_scores: Scores,
     groups: Groups | SmallGroups,
+    rows_end: torch.Tensor | None,
     home_of_slot: torch.Tensor,
     num_sent: torch.Tensor,
 ) -> Received:
@@ -353,4 +396,5 @@ def _received(
         layout=list(layout),
         demand=Demand(groups.wanted, groups.bad_ids),
         kept_scores=kept_scores,
+        rows_end=rows_end,
     )
