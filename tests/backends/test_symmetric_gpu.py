@@ -163,9 +163,9 @@ def test_a_capture_without_a_fixed_capacity_is_refused():
 
 
 def _captures_first(rank: int) -> str:
-    """The very first call of a process, kernels not loaded, in a capture: what it says, then what a warm one gives."""
+    """The very first call of a process, kernels not loaded, in a capture: refused in words, or captured as another."""
     config = _config(row_capacity=cd.RowCapacity.worst_case())
-    inputs, message, graph = _inputs(config, rank), "nothing was raised", torch.cuda.CUDAGraph()
+    inputs, message, cold_graph = _inputs(config, rank), "", torch.cuda.CUDAGraph()
 
     def pair(dispatcher: cd.TokenDispatcher) -> torch.Tensor:
         routed = dispatcher.dispatch(*inputs)
@@ -173,12 +173,14 @@ def _captures_first(rank: int) -> str:
 
     with torch.no_grad():
         cold = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
-        with suppress(RuntimeError), torch.cuda.graph(graph):  # torch says once more that the capture is lost
+        with suppress(RuntimeError), torch.cuda.graph(cold_graph):  # torch says once more that a capture is lost
             try:
-                pair(cold)
+                first = pair(cold)
             except cd.ContractViolation as error:
                 message = str(error)
-        cold.close(graphs_destroyed=True)
+        if not message:  # Triton and the driver load kernels inside a capture
+            cold_graph.replay()
+            torch.cuda.synchronize()
         warm = cd.TokenDispatcher(config, backend="symmetric", device="cuda")
         expected, graph = pair(warm), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -186,15 +188,17 @@ def _captures_first(rank: int) -> str:
             captured = pair(warm)
         graph.replay()
         assert torch.equal(captured, expected), "a replay differs from an eager call"
+        assert message or torch.equal(first, expected), "a replay of the very first call differs"
         warm.check()
-        del graph
-        warm.close(graphs_destroyed=True)
+        del graph, cold_graph
+        for dispatcher in (cold, warm):
+            dispatcher.close(graphs_destroyed=True)
     return message
 
 
-def test_a_capture_as_the_very_first_call_is_refused_in_words():
+def test_a_capture_as_the_very_first_call_works_or_is_refused_in_words():
     for message in run_ranks(_captures_first, 2, **on_gpus(2), timeout_s=120.0):
-        assert "was the first of its kind and met inside a CUDA graph's capture" in message
+        assert not message or "was the first of its kind and met inside a CUDA graph's capture" in message
 
 
 def _host_time(rank: int) -> dict[str, float]:

@@ -51,7 +51,7 @@ _CASES = [
             "rows_ptr": "*bf16", "grad_ptr": "*bf16", "scores_ptr": "*fp32", "out_ptr": "*fp32", "num_rows": "i32",
             "hidden_dim": "i32",
         },
-        {"BLOCK_COLS": 2048},
+        {"BLOCK_ROWS": 1, "BLOCK_COLS": 2048},
         (round_to,),
         4,
     ),

@@ -50,6 +50,8 @@ from .signal import (
 )
 from .waits import launch_tell, launch_wait
 
+_ROWS_AT_ONCE = 8  # 32 registers of a thread
+
 
 class Routes(NamedTuple):
     """Where the rows of a combine lie, and where its results go.
@@ -65,12 +67,35 @@ class Routes(NamedTuple):
     sent: torch.Tensor
 
 
+def add_rows(
+    acc, rows_ptr, slots_ptr, weights_ptr, in_range, col, inside, hidden_dim,
+    WEIGHTED: tl.constexpr, NUM_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of so many slots to `acc`, in their order; all of them are loaded before the first is added."""
+    rows, weights, values = (), (), ()
+    for slot in tl.static_range(NUM_SLOTS):
+        rows += (tl.load(slots_ptr + slot, mask=in_range, other=-1).to(tl.int64),)  # type: ignore[assignment]
+    for slot in tl.static_range(NUM_SLOTS):
+        at = rows_ptr + rows[slot][:, None] * hidden_dim + col[None, :]
+        values += (tl.load(at, mask=(rows[slot] >= 0)[:, None] & inside, other=0.0),)  # type: ignore[assignment,index]
+    if WEIGHTED:
+        for slot in tl.static_range(NUM_SLOTS):
+            weights += (tl.load(weights_ptr + rows[slot], mask=rows[slot] >= 0, other=0.0),)  # type: ignore[assignment]
+    for slot in tl.static_range(NUM_SLOTS):
+        value = values[slot].to(tl.float32)  # type: ignore[var-annotated]
+        if WEIGHTED:
+            value = weights[slot][:, None] * value
+        acc = tl.where((rows[slot] >= 0)[:, None], acc + value, acc)
+    return acc
+
+
 def give_shares(
     rows_ptr, row_of_slot_ptr, weights_ptr, scalars_ptr, staging_table_ptr, slips_table_ptr, sent_ptr, table_ptr,
     state_ptr, number, digest, rank, bound, max_tokens, hidden_dim, first_slot, first, step, chunk_len,
     WEIGHTED: tl.constexpr, SCALARS: tl.constexpr, FUSED: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr, PARTS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, PARTS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up tiles of every rank's tokens, chunk after chunk, and push them there, as program `first` of `step`."""
     if FUSED:
@@ -101,14 +126,11 @@ def give_shares(
             col = start + tl.arange(0, BLOCK_COLS)
             inside = (col < hidden_dim)[None, :]
             acc = tl.full((BLOCK_ROWS, BLOCK_COLS), 0.0, tl.float32)
-            for slot in tl.static_range(NUM_SLOTS):
-                row = tl.load(slots + slot, mask=in_range, other=-1).to(tl.int64)
-                present = (row >= 0)[:, None]
-                value = tl.load(rows_ptr + row[:, None] * hidden_dim + col[None, :], mask=present & inside, other=0.0)
-                value = value.to(tl.float32)
-                if WEIGHTED:
-                    value = tl.load(weights_ptr + row, mask=row >= 0, other=0.0)[:, None] * value
-                acc = tl.where(present, acc + value, acc)
+            for first_of in tl.static_range(0, NUM_SLOTS, AT_ONCE):
+                acc = add_rows(
+                    acc, rows_ptr, slots + first_of, weights_ptr, in_range, col, inside, hidden_dim, WEIGHTED,
+                    AT_ONCE if first_of + AT_ONCE <= NUM_SLOTS else NUM_SLOTS - first_of,
+                )  # fmt: skip
             tl.store(
                 there_ptr + token[:, None] * hidden_dim + col[None, :],
                 round_to(acc, rows_ptr.dtype.element_ty),
@@ -216,6 +238,9 @@ def take_shares(
                 tl.store(out_scalars_ptr + at_slot, scalar, mask=wanted)
 
 
+COMBINING = (add_rows, give_shares, add_ranks, add_slot, take_shares)
+
+
 def combine_kernel(
     signals_ptr, table_ptr, state_ptr, desk_ptr,
     rows_ptr,  # [R, D]
@@ -252,6 +277,7 @@ def combine_kernel(
     LAST: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,  # that are loaded before the first is added
     GIVE_PARTS: tl.constexpr,  # into which columns are cut
     TAKE_PARTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -279,7 +305,8 @@ def combine_kernel(
                 rows_ptr, row_of_slot_ptr, row_weights_ptr, scalars_ptr, staging_table_ptr, slips_table_ptr, sent_ptr,
                 table_ptr, state_ptr, number, digest, rank, bound, max_tokens, hidden_dim, first_slot, first,
                 num_givers, chunk_len, WEIGHTED and not BY_SLOT, SCALARS, FUSED, TOP_K, TOP_K_BLOCK,
-                1 if BY_SLOT else TOP_K, GIVE_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS, BLOCK_COLS,
+                1 if BY_SLOT else TOP_K, ROWS_AT_ONCE, GIVE_PARTS, NUM_CHUNKS, EP_SIZE, EP_BLOCK, BLOCK_ROWS,
+                BLOCK_COLS,
             )  # fmt: skip
     num_tokens = (tokens - 3) // 2
     if TAKES:
@@ -413,10 +440,11 @@ def _plan(
     """How many programs share a launch, and its constants; no time to find out anew in every call."""
     weighted, scalars, by_slot, first, last = traits
     chosen = Chosen(
-        (*SIGNALLING, *ROUND_ENDS, *PUSHING, *RIDING, round_to, give_shares, add_ranks, add_slot, take_shares),
+        (*SIGNALLING, *ROUND_ENDS, *PUSHING, *RIDING, round_to, *COMBINING),
         GIVES=gives, TAKES=takes, FUSED=fused, WEIGHTED=weighted, SCALARS=scalars, BY_SLOT=by_slot, FIRST=first,
-        LAST=last, TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), GIVE_PARTS=give.parts_of(bound * ep_size),
-        TAKE_PARTS=take.parts_of(num_tokens), TAKE_ROWS=take.rows, NUM_CHUNKS=NUM_CHUNKS,
+        LAST=last, TOP_K=top_k, TOP_K_BLOCK=power_of_two(top_k), ROWS_AT_ONCE=_ROWS_AT_ONCE,
+        GIVE_PARTS=give.parts_of(bound * ep_size), TAKE_PARTS=take.parts_of(num_tokens), TAKE_ROWS=take.rows,
+        NUM_CHUNKS=NUM_CHUNKS,
         POLLS=ENDLESS, POLLS_PER_LOOK=POLLS_PER_LOOK, num_warps=give.warps,
         **give.constants, **group_constants(ep_size),
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """A dispatch in one launch on a GPU: some programs push this rank's rows, the others arrange and then spread.
 
-Those that arrange publish this rank's routing first, wait for that of all ranks, and work out where rows go
-(`arrange.py`). Those that push begin at once, and help to spread when they have done (`push.py`, `spread.py`). With
-that the round ends. One program also enters the dispatch into its layer's account (`tally.py`). Where the host has to
-know how many rows come, the launch ends behind counting, and a second one does the rest.
+Those that push publish this rank's routing before (`publish.py`), and help to spread when they have done (`push.py`,
+`spread.py`); those that arrange wait for the routing of all ranks and work out where rows go (`arrange.py`). With that
+the round ends. One program also enters the dispatch into its layer's account (`tally.py`). Where the host has to know
+how many rows come, those that arrange publish too, the launch ends behind counting, and a second one does the rest.
 
 In the interpreter the steps are launches of their own: publishing is `publish.py`'s, moving `move.py`'s, and this
 kernel counts or places.
@@ -165,6 +165,16 @@ def dispatch_kernel(
                 begin_call(state_ptr, desk_ptr, call, True)
             free = tl.load(state_ptr + 1)
             wait_for(signals_ptr, state_ptr, desk_ptr, 4, free, digest, POLLS, POLLS_PER_LOOK, False, EP_SIZE, EP_BLOCK)
+            # By those who push, where they are several: all ranks wait for routing, and rows on their way hold it up.
+            early = num_pushers > 1
+            publisher = tl.where(early, tl.program_id(0), first)
+            publishers = tl.where(early, num_pushers, num_arrangers)
+            if (publisher >= 0) & (publisher < publishers):
+                publish_share(
+                    table_ptr, state_ptr, own_ids_ptr, own_scores_ptr, ids_table_ptr, scores_table_ptr, home_ptr,
+                    num_sent_ptr, sent_ptr, number, digest, rank, num_tokens, max_tokens, publisher, publishers, FUSED,
+                    EP_SIZE * NUM_LOCAL, NUM_LOCAL, TOP_K, TOP_K_BLOCK, EP_SIZE, EP_BLOCK, PUBLISHED,
+                )  # fmt: skip
         else:
             if first == 0:
                 count_wait(state_ptr, desk_ptr, 5)
@@ -180,12 +190,6 @@ def dispatch_kernel(
         if MOVES:
             spreads = have_come(state_ptr, 1, num_arrangers)
     else:
-        if FUSED and COUNTS:
-            publish_share(
-                table_ptr, state_ptr, own_ids_ptr, own_scores_ptr, ids_table_ptr, scores_table_ptr, home_ptr,
-                num_sent_ptr, sent_ptr, number, digest, rank, num_tokens, max_tokens, first, num_arrangers, FUSED,
-                EP_SIZE * NUM_LOCAL, NUM_LOCAL, TOP_K, TOP_K_BLOCK, EP_SIZE, EP_BLOCK, PUBLISHED,
-            )  # fmt: skip
         reports = arrange_share(
             signals_ptr, state_ptr, desk_ptr, ids_ptr, scores_ptr, row_of_slot_ptr, counts_ptr, padding_ptr, kept_ptr,
             wanted_ptr, ends_ptr, bad_ids_ptr, report_ptr, next_row_ptr, row_scores_ptrs, number, digest,

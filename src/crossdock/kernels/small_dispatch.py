@@ -48,7 +48,7 @@ from .small import (
     wait_for_all,
 )
 from .small_receive import RECEIVING, clear_padding, fetch_tile, find_groups, place_tile
-from .small_send import SENDING, push_counts, push_places, push_rows, tell_brought
+from .small_send import SENDING, send_share
 from .tally import experts_at_once, tally
 
 
@@ -151,30 +151,12 @@ def dispatch_small_kernel(
     num_sent = tl.full((), 0, tl.int32)
     if PUSHES:
         if given_up == 0:
-            if worker >= 0:
-                if EP_SIZE > 1:
-                    push_rows(
-                        x_ptr, ids_ptr, inbox_tables_ptr, half, num_tokens, hidden_dim, x_stride, max_tokens, rank,
-                        worker, workers, NUM_EXPERTS, NUM_LOCAL, TOP_K, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
-                    )  # fmt: skip
-                # From the other end, since those at this end have more rows.
-                for item in range(workers - 1 - worker, EP_SIZE + (num_tokens + BLOCK - 1) // BLOCK, workers):
-                    if item < EP_SIZE:
-                        push_counts(
-                            ids_ptr, inbox_tables_ptr + 3 * EP_SIZE, half, num_tokens, rank, item, NUM_EXPERTS,
-                            NUM_LOCAL, LOCAL_BLOCK, TOP_K, EP_SIZE, COUNTED,
-                        )  # fmt: skip
-                    else:
-                        push_places(
-                            ids_ptr, scores_ptr, inbox_tables_ptr + EP_SIZE, inbox_tables_ptr + 2 * EP_SIZE, home_ptr,
-                            half, num_tokens, max_tokens, rank, item - EP_SIZE, NUM_EXPERTS, NUM_LOCAL, TOP_K,
-                            TOP_K_BLOCK, PLACES, EP_SIZE, EP_BLOCK, BLOCK, OTHERS,
-                        )  # fmt: skip
+            num_sent = send_share(
+                x_ptr, ids_ptr, scores_ptr, inbox_tables_ptr, home_ptr, words, half, num_tokens, hidden_dim, x_stride,
+                max_tokens, rank, first, worker, workers, NUM_EXPERTS, NUM_LOCAL, LOCAL_BLOCK, TOP_K, TOP_K_BLOCK,
+                PLACES, EP_SIZE, EP_BLOCK, PUSHED_ROWS, BLOCK_COLS, BLOCK, OTHERS, COUNTED, READ_TOKENS,
+            )  # fmt: skip
             if first == 0:
-                num_sent = tell_brought(
-                    ids_ptr, words, half, rank, num_tokens, NUM_EXPERTS, NUM_LOCAL, TOP_K, TOP_K_BLOCK, EP_SIZE,
-                    EP_BLOCK, READ_TOKENS,
-                )  # fmt: skip
                 tell_call(words, number, digest, rank, NUM_CHUNKS, EP_SIZE, EP_BLOCK)
             arrive(words, state_ptr, first, programs, rank, EP_SIZE, EP_BLOCK)
         if first == 0:

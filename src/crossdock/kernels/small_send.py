@@ -114,4 +114,44 @@ def tell_brought(
     return num_sent
 
 
-SENDING = (known_ids, push_rows, push_places, push_counts, tell_brought)
+def send_share(
+    x_ptr, ids_ptr, scores_ptr, tables_ptr, home_ptr, words, half, num_tokens, hidden_dim, x_stride, max_tokens, rank,
+    first, worker, workers,
+    NUM_EXPERTS: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, PLACES: tl.constexpr, EP_SIZE: tl.constexpr, EP_BLOCK: tl.constexpr,
+    PUSHED_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+    COUNTED: tl.constexpr, READ_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """All that worker `worker` of `workers` pushes, or the first program, the clerk, tells; the rows it has counted.
+
+    `tables_ptr [4, EP]`: addresses of all ranks' inboxes, see `small.Inbox`.
+    """
+    num_sent = tl.full((), 0, tl.int32)
+    if worker >= 0:
+        if EP_SIZE > 1:
+            push_rows(
+                x_ptr, ids_ptr, tables_ptr, half, num_tokens, hidden_dim, x_stride, max_tokens, rank, worker, workers,
+                NUM_EXPERTS, NUM_LOCAL, TOP_K, EP_SIZE, PUSHED_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+        # From the other end, since those at this end have more rows.
+        for item in range(workers - 1 - worker, EP_SIZE + (num_tokens + BLOCK - 1) // BLOCK, workers):
+            if item < EP_SIZE:
+                push_counts(
+                    ids_ptr, tables_ptr + 3 * EP_SIZE, half, num_tokens, rank, item, NUM_EXPERTS, NUM_LOCAL,
+                    LOCAL_BLOCK, TOP_K, EP_SIZE, COUNTED,
+                )  # fmt: skip
+            else:
+                push_places(
+                    ids_ptr, scores_ptr, tables_ptr + EP_SIZE, tables_ptr + 2 * EP_SIZE, home_ptr, half, num_tokens,
+                    max_tokens, rank, item - EP_SIZE, NUM_EXPERTS, NUM_LOCAL, TOP_K, TOP_K_BLOCK, PLACES, EP_SIZE,
+                    EP_BLOCK, BLOCK, OTHERS,
+                )  # fmt: skip
+    if first == 0:
+        num_sent = tell_brought(
+            ids_ptr, words, half, rank, num_tokens, NUM_EXPERTS, NUM_LOCAL, TOP_K, TOP_K_BLOCK, EP_SIZE, EP_BLOCK,
+            READ_TOKENS,
+        )  # fmt: skip
+    return num_sent
+
+
+SENDING = (known_ids, push_rows, push_places, push_counts, tell_brought, send_share)
