@@ -7,12 +7,14 @@
 #                                  no set-up at all: the interpreter has torch and pytest already (GPU machines)
 #   make WORKERS=0 test            tests one after the other; by default two processes share them
 #   make demo ARGS="--steps 50"    ARGS goes to the command behind the target
+#   make bench-cpu RECORD=1        over the record in benchmarks/results, which git tracks; else into bench/
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 WORKERS ?= 2
 ARGS ?=
+RECORD ?=
 
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 
@@ -34,11 +36,11 @@ INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo 'make demo        train a small mixture-of-experts on two ranks of this machine, and prove what came out (1 to 2 min)'
-	@echo 'make test        lint, type check and the CPU test suite, pairs of workload values: what CI runs (about 8 min on two cores)'
+	@echo 'make test        lint, type check and the CPU test suite, pairs of workload values: what CI runs (about 10 min on two cores)'
 	@echo 'make test-full   the same over the whole workload grid'
 	@echo 'make test-gpu    the tests that need CUDA devices'
 	@echo 'make lint        ruff and mypy; make format: let ruff rewrite the sources'
-	@echo 'make bench-cpu   all_to_all beside the token exchange of Hugging Face transformers, two CPU ranks'
+	@echo 'make bench-cpu   all_to_all beside the token exchange of Hugging Face transformers, two CPU ranks; results go to bench/'
 	@echo 'make bench       all backends of this machine side by side, beside the floor that its links set'
 	@echo 'make setup       only the environment; make clean: remove it and all that the targets wrote'
 
@@ -78,7 +80,7 @@ bench: $(READY)
 	$(CROSSDOCK) bench $(ARGS)
 
 bench-cpu: $(READY_BENCH)
-	$(RUN) benchmarks/cpu_against_transformers.py $(ARGS)
+	$(RUN) benchmarks/cpu_against_transformers.py $(if $(RECORD),--record) $(ARGS)
 
 clean:
 	rm -rf .venv build dist demo bench .mypy_cache .pytest_cache .ruff_cache src/crossdock.egg-info

@@ -18,6 +18,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import crossdock as cd
@@ -75,6 +76,12 @@ def batch(rank: int, step: int, hot_step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(NUM_TOKENS, HIDDEN_DIM, generator=generator), wanted
 
 
+def backward(model: Layer, x: Tensor, expert_ids: Tensor) -> None:
+    """Gradients of the mean loss over ranks: experts get those of all ranks' tokens, the router's are added up."""
+    (model(x, expert_ids).square().mean() / NUM_RANKS).backward()
+    dist.all_reduce(model.router.grad)
+
+
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = [value for param in model.parameters() for value in optimizer.state[param].values()]
     return [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
@@ -90,7 +97,7 @@ def guarded(rank: int, hot_step: int) -> tuple[list[Step], list[Tensor]]:
         for number in range(NUM_STEPS):
             wanted, skipped = dispatcher.stats().layers["moe"].rows_wanted if number else 0, guard.num_skipped()
             optimizer.zero_grad()
-            model(*batch(rank, number, hot_step)).square().mean().backward()
+            backward(model, *batch(rank, number, hot_step))
             guard.step()  # instead of optimizer.step()
             wanted = dispatcher.stats().layers["moe"].rows_wanted - wanted
             steps.append(Step(model.num_rows, wanted, guard.num_skipped() > skipped))
@@ -105,7 +112,7 @@ def with_room(rank: int, hot_step: int) -> list[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for number in range(NUM_STEPS):
             optimizer.zero_grad()
-            model(*batch(rank, number, hot_step)).square().mean().backward()
+            backward(model, *batch(rank, number, hot_step))
             if number != hot_step:
                 optimizer.step()
         return bits_of(model, optimizer)

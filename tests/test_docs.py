@@ -21,6 +21,8 @@ import crossdock as cd
 from crossdock import reference
 from crossdock.backends.base import BackendTraits, Transport
 from tests.cli.commands import crossdock
+from tests.conftest import Ranks
+from tests.pages import blocks, names_after, router_and_experts
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "crossdock"
@@ -28,10 +30,6 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def prose(page: Path) -> str:
@@ -48,9 +46,22 @@ def table_row(page: Path, first_cell: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run_one_after_the_other(page: Path):
-    names: dict[str, object] = {"__name__": "page"}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
+    names_after(page)
+
+
+@pytest.mark.parametrize("name", ["serving.md", "training.md"])
+def test_pages_whose_programs_run_on_several_ranks_too(name: str, ranks: Ranks):
+    (router, experts), (same_router, other_experts) = ranks(2).run(router_and_experts, DOCS / name)
+    assert torch.equal(router, same_router)
+    assert not any(torch.equal(*pair) for pair in zip(experts, other_experts, strict=True))
+
+
+def test_experts_that_are_shown_are_others_on_every_rank():
+    sources = [*PAGES, *(ROOT / "examples").glob("*.py"), *(PACKAGE / "nn").glob("*.py")]
+    made = re.compile(r"= ?GroupedExperts\((.*?)\)[^\n()]*$", re.MULTILINE | re.DOTALL)
+    shown = [call for path in sources for call in made.findall(path.read_text())]
+    assert len(shown) >= 8
+    assert [call for call in shown if not ("seed=" in call and "first_expert_id=" in call)] == []
 
 
 def test_the_first_program_runs_on_two_ranks(tmp_path: Path):

@@ -144,14 +144,16 @@ class Accounts:
 
     def _overflow(self, ledger: HostLedger | DeviceLedger) -> str:
         trouble = ledger.trouble()
-        applied = "there is no guard, so a step may have been applied"
+        applied = ""
         if self.living_guard() is not None:
-            applied = "the guard applies no step that lacks rows"
+            applied = "; the guard applies no step that lacks rows"
+        elif self._has_trained:
+            applied = "; there is no guard, so a step may have been applied"
         others = ", and more if other ranks asked for more" if self._spec.ep_size > 1 else ""
         return (
             f"layer {trouble.layer!r} on rank {self._spec.rank}: a dispatch asked for {trouble.demand} rows, and"
             f" row_capacity {self._config.row_capacity} had room for {trouble.capacity}; the last ones were dropped:"
-            f" {what_to_change(self._config, trouble.demand, trouble.capacity)}{others}; {applied}"
+            f" {what_to_change(self._config, trouble.demand, trouble.capacity)}{others}{applied}"
         )
 
     def _open(self, device: torch.device) -> HostLedger | DeviceLedger:

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import autograd
 from .eager import is_plain_call
 from .errors import ContractViolation
-from .inputs import check_before_casting, check_combine
+from .inputs import check_before_casting, check_combine, check_is_handle
 from .names import decode_name
 from .opened import OpenDispatcher
 from .recompute.frames import count_dispatch
@@ -128,7 +128,9 @@ class LayerCalls:
 
         Raises:
             ContractViolation: the handle was not combined in grad mode here, or its backward has already run.
+            InvalidInput: anything but a handle.
         """
+        check_is_handle("join_backward", handle)
         nodes = self._open.take_combined(handle)
         if not nodes:
             raise ContractViolation(

@@ -9,7 +9,7 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from .errors import InvalidInput
-from .types import DispatcherConfig, DispatchHandle
+from .types import Dispatched, DispatcherConfig, DispatchHandle
 
 ID_DTYPES = (torch.int32, torch.int64)
 SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,9 +47,20 @@ def check_dispatch(
 def check_is_strided(name: str, tensor: Tensor) -> None:
     """A plain tensor: neither sparse nor nested."""
     if not isinstance(tensor, Tensor):
-        raise InvalidInput(f"{name} must be a tensor, got {type(tensor).__name__}")
+        raise InvalidInput(f"{name} must be a tensor, got {type(tensor).__name__}{_what_to_pass(tensor, 'rows')}")
     if tensor.layout != torch.strided:
         raise InvalidInput(f"{name} must be a strided tensor, got {tensor.layout}")
+
+
+def check_is_handle(call: str, handle: DispatchHandle) -> None:
+    """What a dispatch has returned as its `handle`, and not all of it."""
+    if not isinstance(handle, DispatchHandle):
+        told = f"{type(handle).__name__}{_what_to_pass(handle, 'handle')}"
+        raise InvalidInput(f"{call} needs the handle of a dispatch, got {told}")
+
+
+def _what_to_pass(given: object, wanted: str) -> str:
+    return f": pass its .{wanted}" if isinstance(given, Dispatched) else ""
 
 
 def check_before_casting(
@@ -171,8 +182,7 @@ def check_local_counts(config: DispatcherConfig, topk_expert_ids: Tensor, counts
 
 def check_combine(config: DispatcherConfig, key: str, rows: Tensor, handle: DispatchHandle, apply_scores: bool) -> None:
     """A handle of this dispatcher and rows that fit it."""
-    if not isinstance(handle, DispatchHandle):
-        raise InvalidInput(f"combine needs the handle of a dispatch, got {type(handle).__name__}")
+    check_is_handle("combine", handle)
     check_is_strided("rows", rows)
     refuse_forward_mode(rows, handle.topk_scores)
     if not isinstance(apply_scores, bool):

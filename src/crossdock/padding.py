@@ -61,7 +61,8 @@ class PaddedTransport(Transport):
         num_tokens = x.shape[0]
         num_padded = self._padded(num_tokens, call)
         padded = (_longer(x, num_padded), _longer(scores, num_padded), _longer(expert_ids, num_padded, -1))
-        received = self._inner.dispatch(*padded, num_rows, call)
+        # Entered by whoever knows how many tokens are the caller's.
+        received = self._inner.dispatch(*padded, num_rows, call._replace(account=None))
         return received._replace(layout=[*_sizes(x, num_tokens, num_padded), *received.layout])
 
     def rows_out(self, x: torch.Tensor, layout: Layout, call: Call) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Statistics:
         self._words = dict[str, list[int]]()  # of the last copy: by layer, the ledger's and the bytes of rows sent
         self._other_bytes = 0  # sent, of the same moment
         self._num_rows = dict[str, int]()  # of each layer's last dispatch
-        self._num_kept = dict[str, int]()  # rows that its last combine keeps for a backward
+        self._num_kept = dict[str, int]()  # rows that its last combine in grad mode keeps for its backward
         self._num_skipped = 0  # steps that the guard has read
         self._skipped_of = Counter[str]()  # the same, by the layers that lacked rows in them
 
@@ -37,7 +37,8 @@ class Statistics:
 
     def note_combine(self, facts: CallFacts, num_rows: int) -> None:
         """A combine of rows `[num_rows, hidden_dim]` begins."""
-        self._num_kept[facts.layer] = num_rows if facts.grad_mode and facts.apply_scores else 0
+        if facts.grad_mode:
+            self._num_kept[facts.layer] = num_rows if facts.apply_scores else 0
 
     def note_skipped(self, layers: Iterable[str]) -> None:
         """The guard has not applied a step in which these layers lacked rows, on this rank or another one."""

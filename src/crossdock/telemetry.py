@@ -143,7 +143,7 @@ _OF_LAYER = {
 }
 _HELD_BY_LAYER = {
     "last_rows_bytes": "Bytes of the rows of the layer's last dispatch.",
-    "saved_bytes": "Bytes of rows that the layer's last combine keeps for its backward.",
+    "saved_bytes": "Bytes of rows that the layer's last combine in grad mode keeps for its backward.",
 }
 
 

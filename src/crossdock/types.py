@@ -314,7 +314,8 @@ class LayerStats:
         overflows: dispatches of which rows were dropped.
         largest_demand: rows, padding included, of the dispatch that took up most of its capacity, since that changed
             last.
-        capacity: rows that dispatch was sized to; 0 where none has come since, -1 under `exact`, which has no capacity.
+        capacity: rows that dispatch was sized to; 0 where none has come since, as after every growth; -1 under `exact`,
+            which has no capacity, and so of the dispatch that calibrates the layer.
         wanted_by_expert: rows that were asked for, by local expert.
         skipped_steps: optimizer steps that a guard did not apply because this layer lacked rows, here or on another
             rank; without the last step of a guard that reads one step late.
@@ -322,8 +323,8 @@ class LayerStats:
         sent_rows_bytes: bytes of rows that this rank sent to other ranks for this layer, in every operation: one row
             for each pair of a token and a rank; on their way home under the reduction `exact`, one for each slot.
         last_rows_bytes: of the rows of its last dispatch, padding and what no row took up included.
-        saved_bytes: of the rows that its last combine keeps for its backward; 0 outside of grad mode, and where the
-            experts apply the scores.
+        saved_bytes: of the rows that its last combine in grad mode keeps for its backward, whatever was combined
+            without gradients since; 0 before the first one, and where the experts apply the scores.
     """
 
     calls: int
@@ -352,12 +353,12 @@ class LayerStats:
 
     @property
     def fill(self) -> float | None:
-        """`largest_demand` over its capacity: rows were dropped above 1.0; None without a capacity."""
+        """`largest_demand` over its capacity: rows were dropped above 1.0; None where `capacity` is 0 or -1."""
         return self.largest_demand / self.capacity if self.capacity > 0 else None
 
     @property
     def headroom(self) -> float | None:
-        """The share of its capacity that no dispatch has taken up, `1 - fill`; negative where rows were dropped."""
+        """The share of its capacity that no dispatch took up: `1 - fill`, below 0 where rows were dropped, or None."""
         return None if self.fill is None else 1.0 - self.fill
 
 

@@ -75,8 +75,8 @@ def test_a_spread_shows_its_ends():
     assert f"{measurement.slowest_rank_ms:.1f}" == "2.0 (1.0 to 3.0)"
 
 
-def write_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "benchmarks" / "write_tables.py")
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -95,13 +95,19 @@ def test_what_means_nothing_is_left_out_of_a_table(tmp_path: Path, monkeypatch: 
         "figures": [figure],
     }  # fmt: skip
     (tmp_path / "alone.json").write_text(json.dumps(record))
-    module = write_tables()
+    module = program("write_tables")
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     lines = module.bench_of("alone").splitlines()
     assert lines[0] == "`crossdock bench` on x86_64; torch 2.13.0. Ceilings, GB/s: copy 8."
     assert "| auto | dispatch | 12.3 |  |  |  |  |  |" in lines
 
 
+def test_the_record_is_written_over_only_when_asked():
+    parsed, results = program("cpu_against_transformers").parsed, ROOT / "benchmarks" / "results"
+    assert parsed([]).json.parent == ROOT / "bench" and "/bench/" in (ROOT / ".gitignore").read_text().split()
+    assert parsed(["--record"]).json.parent == results and parsed(["--record"]).json.exists()
+
+
 def test_tables_on_the_page_are_those_of_the_results():
     page = (ROOT / "docs" / "measurements.md").read_text()
-    assert write_tables().with_tables(page) == page, "run benchmarks/write_tables.py"
+    assert program("write_tables").with_tables(page) == page, "run benchmarks/write_tables.py"

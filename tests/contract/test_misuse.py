@@ -381,6 +381,16 @@ def test_arguments_of_combine(alone: cd.TokenDispatcher):
     assert "rows must be a tensor" in refused(lambda: alone.combine(rows.detach().numpy(), handle))
 
 
+def test_what_a_dispatch_returns_as_a_whole_is_refused(alone: cd.TokenDispatcher):
+    routed, needs = alone.dispatch(*inputs()), "needs the handle of a dispatch, got Dispatched: pass its .handle"
+    given: Any = routed
+    assert refused(lambda: alone.combine(routed.rows, given)) == f"combine {needs}"
+    assert refused(lambda: alone.join_backward(given)) == f"join_backward {needs}"
+    assert (
+        refused(lambda: alone.combine(given, routed.handle)) == "rows must be a tensor, got Dispatched: pass its .rows"
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
@@ -406,6 +416,8 @@ def test_names(alone: cd.TokenDispatcher):
     for name in ("a\0", "\0", None, b"moe", 3):
         message = refused(partial(alone.layer, name), cd.ConfigError)  # type: ignore[arg-type]
         assert message == f"a layer's name must be a string without zero characters, got {name!r}"
+    message = refused(partial(alone.layer, "moe \ud800"), cd.ConfigError)
+    assert message == r"a layer's name must be text that UTF-8 can write, got 'moe \ud800'"
     assert "has 130" in refused(lambda: alone.layer("ü" * 65), cd.ConfigError)
     assert alone.layer("ü" * 64).name == "ü" * 64
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import crossdock as cd
 from crossdock import recompute
+from crossdock.group.members import Members
+from crossdock.overflow import groups
+from crossdock.overflow.agree import Agreement
 from crossdock.testing import Seat, assert_bit_equal
 from tests.contract.conftest import On
 from tests.contract.overflow_trials import (
@@ -272,3 +278,51 @@ def too_much_for_any_patience(seat: Seat) -> str:
 def test_patience_ends_retries_on_all_ranks(on: On):
     found: list[Any] = on("all_to_all", 2)(too_much_for_any_patience)
     assert found[0] == found[1] and found[0].startswith("3 steps in a row were truncated and not applied: layer ''")
+
+
+def a_closure_raises_on_one_rank(seat: Seat, own: bool, over_nccl: bool) -> list[str]:
+    """In the second run of step 1 rank 1's closure raises; there that is caught, and the next step is begun."""
+    group = seat.group() if own else seat.group([0]) or seat.group([1])
+    made = mock.patch.object(groups, "Numbered", _over_gloo_as_over_nccl) if over_nccl else nullcontext()
+    with seat.open(guarded_config(), group) as dispatcher, made:
+        weight, runs = torch.nn.Parameter(torch.ones(16)), iter(range(5))
+        guard = cd.OverflowGuard(dispatcher, OPTIMIZERS["SGD"]([weight]), [seat.group()], retry=True)
+
+        def step() -> None:
+            run = next(runs)
+            if run == 2 and seat.rank == 1:
+                raise LookupError("no more data")
+            ids = torch.full((8, 2), 3)
+            ids[1 + 7 * min(run, 1) :] = -1
+            routed = dispatcher.dispatch(weight.expand(8, 16), torch.ones(8, 2), ids)
+            dispatcher.combine(routed.rows, routed.handle).sum().backward()
+
+        guard.step(step)
+        before = weight.tolist()
+        if seat.rank == 1:
+            with pytest.raises(LookupError):
+                guard.step(step)
+        told = [refused(lambda: guard.step(step), cd.ContractViolation) for _ in range(2)]
+        assert weight.tolist() == before, "the step in which the ranks were not together"
+        assert next(runs) == 4 - (seat.rank == 0), "what cannot be applied is not run"
+        return told
+
+
+def _over_gloo_as_over_nccl(members: Members, timeout_s: float) -> Agreement:
+    return groups._OverNccl(members, dist.group.WORLD)
+
+
+APART = (
+    "ranks [1] came to another step of an overflow guard than the others (global ranks [0, 1]): step 1, run 2, on ranks"
+    " [0]; step 2 on ranks [1]; a closure that raises"
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "own", "over_nccl"),
+    [("loopback", True, False), ("all_to_all", True, False), ("all_to_all", False, False), ("all_to_all", True, True)],
+)
+def test_a_new_step_is_not_taken_for_the_second_run_of_another(on: On, backend: str, own: bool, over_nccl: bool):
+    words = "ranks of this guard's groups came to different steps" if over_nccl else APART
+    for told in on(backend, 2)(a_closure_raises_on_one_rank, own, over_nccl):
+        assert len(set(told)) == 1 and told[0].startswith(words), told

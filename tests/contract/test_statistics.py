@@ -61,6 +61,8 @@ def test_nothing_is_kept_where_the_experts_apply_the_scores():
         for apply_scores, kept in ((True, 12 * ROW_BYTES), (False, 0)):
             routed = dispatcher.dispatch(trial.x[0], trial.topk_scores[0], trial.topk_expert_ids[0])
             dispatcher.combine(routed.rows, routed.handle, apply_scores=apply_scores)
+            with torch.no_grad():  # an evaluation between two steps
+                dispatcher.combine(routed.rows, routed.handle, apply_scores=not apply_scores)
             account = dispatcher.stats().layers[""]
             assert (account.last_rows_bytes, account.saved_bytes) == (12 * ROW_BYTES, kept)
 
@@ -159,4 +161,4 @@ def test_nothing_waits_for_the_device():
         with host_sync_is_an_error():
             dispatcher.dispatch(x, scores, ids)
             told = dispatcher.stats(wait=False)
-        assert told.rows == 12 and dispatcher.stats().rows == 24
+        assert told.rows in (12, 24) and dispatcher.stats().rows == 24  # as far as the device has come

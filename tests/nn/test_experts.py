@@ -287,6 +287,11 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match=rf"seed must lie in 0\.\.8796093022207, got {seed}"):
             GroupedExperts(4, 8, 8, seed=seed)
     GroupedExperts(1, 8, 8, seed=(1 << 43) - 1, first_expert_id=(1 << 20) - 1)
+    for first in (0, 2):  # on every rank, that of expert 0 too
+        with pytest.raises(
+            ConfigError, match=rf"first_expert_id \({first}\) .* the experts of a seed, and there is none"
+        ):
+            GroupedExperts(2, 8, 8, first_expert_id=first)
     with pytest.raises(ConfigError, match="ffn_dim must be a positive integer, got 0"):
         GroupedExperts(2, 8, 0)
     experts = GroupedExperts(2, 8, 6)

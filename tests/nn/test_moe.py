@@ -18,7 +18,7 @@ from crossdock import routing
 from crossdock.nn import GroupedExperts, MoE, MoEResult
 from crossdock.nn import moe as moe_module
 from crossdock.routing import Routing
-from crossdock.testing import assert_bit_equal, assert_within_baseline
+from crossdock.testing import Seat, ThreadRunner, assert_bit_equal, assert_within_baseline
 from tests.conftest import Ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN_DIM, FFN_DIM = 8, 3, 64, 48
@@ -279,6 +279,27 @@ def test_parts_of_other_sizes_are_refused_when_they_are_put_together(sentence: s
         for layer in (dispatcher, dispatcher.layer("moe")):
             with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
                 MoE(layer, router, experts, routing=functools.partial(routing.softmax_topk, top_k=TOP_K))
+
+
+def refused_seeds(seat: Seat) -> list[str]:
+    sentences = []
+    with seat.open(config()) as dispatcher:
+        num_local, first = dispatcher.num_local_experts, dispatcher.ep_rank * dispatcher.num_local_experts
+        for seed, first_expert_id in ((2, None), (2, 4), (None, None), (2, first)):
+            experts = GroupedExperts(num_local, HIDDEN_DIM, FFN_DIM, seed=seed, first_expert_id=first_expert_id)
+            try:
+                MoE(dispatcher, nn.Linear(HIDDEN_DIM, NUM_EXPERTS), experts, routing=routing.softmax_topk)
+            except cd.ConfigError as refusal:
+                sentences.append(str(refusal))
+    return sentences
+
+
+def test_seeded_experts_that_would_be_those_of_another_rank_are_refused() -> None:
+    same = "experts of seed 2 without first_expert_id are the same on all 2 ranks of their dispatcher: pass"
+    other = "experts.first_expert_id (4) must be ep_rank * num_local_experts of its dispatcher (0)"
+    found = ThreadRunner(2)(refused_seeds)
+    assert [len(each) for each in found] == [2, 1]
+    assert found[0][0].startswith(same) and found[1][0].startswith(same) and found[0][1] == other
 
 
 # -- experts that wait for counts --------------------------------------------------------------------------------------

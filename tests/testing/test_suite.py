@@ -278,6 +278,31 @@ def test_a_backend_that_sends_copies_is_found_out():
     assert missing_trait(cell, once) == "deduplicates: it needs True"
 
 
+@pytest.mark.parametrize("which", ["recorded", "latest", "latest of the layer"])
+def test_a_backend_that_replays_another_layout_is_found_out(which: str):
+    class Replays(LoopbackBackend):
+        def open(self, spec: TransportSpec, link: Link) -> Transport:
+            transport = super().open(spec, link)
+            dispatch, rows_out, latest = transport.dispatch, transport.rows_out, {}
+
+            def noted(*arguments: Any) -> Any:
+                received = dispatch(*arguments)
+                latest[""] = latest[arguments[-1].facts.layer] = received.layout
+                return received
+
+            def moved(x: torch.Tensor, layout: Any, call: Any) -> torch.Tensor:
+                if call.facts.operation == "redispatch" and which != "recorded":
+                    layout = latest["" if which == "latest" else call.facts.layer]
+                return rows_out(x, layout, call)
+
+            transport.dispatch, transport.rows_out = noted, moved  # type: ignore[assignment, method-assign]
+            return transport
+
+    (cell,) = [cell for cell in conformance_cells(2) if "checkpointing" in str(cell)]
+    for (result,) in ThreadRunner(2, Replays())(run_cell, cell, Replays.traits):
+        assert result.status == ("passed" if which == "recorded" else "failed"), result.detail
+
+
 @pytest.mark.parametrize("place", [0, 2], ids=["x", "ids"])  # of scores a backend gets a copy
 def test_inputs_that_are_written_to_are_found_out(place: int):
     class Writes(LoopbackBackend):
@@ -353,3 +378,26 @@ def test_a_backend_that_can_do_little_is_tried_in_all_that_it_can():
     workloads = [what for what in ran if isinstance(what, Workload)]
     assert len(workloads) > 10
     assert {(what.hidden_dim, what.distinct_experts, what.ordered_rows) for what in workloads} == {(128, True, False)}
+
+
+class OneSlot(Backend):
+    """One that takes tokens of one slot, as for a router that names one expert."""
+
+    name = "one slot"
+    traits = dataclasses.replace(LoopbackBackend.traits, max_top_k=1)
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        assert spec.top_k == 1
+        return LoopbackBackend().open(spec, link)
+
+
+def test_a_backend_of_one_slot_is_tried_in_everything():
+    cells = conformance_cells(2, traits=OneSlot.traits)
+    assert {missing_trait(cell, OneSlot.traits) for cell in cells} == {None}
+    assert {cell.what.problem().config.top_k for cell in cells if isinstance(cell.what, Workload)} == {1}
+    quick = {"ahead", "autograd", "calls", "capacity", "groups", "traffic"}
+    runner = ThreadRunner(2, OneSlot())
+    scenarios = [cell for cell in cells if isinstance(cell.what, Scenario) and cell.what.group in quick]
+    results = [result for cell in scenarios for rank in runner(run_cell, cell, OneSlot.traits) for result in rank]
+    assert [(r.cell, r.status, r.message) for r in results if r.status != "passed"] == []
+    assert len(results) == 2 * len(scenarios) > 50

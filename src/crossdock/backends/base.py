@@ -124,12 +124,13 @@ class Link:
     Attributes:
         members: see `group.members.Members`.
         store_prefix: a prefix of the store that no other opening has; empty without a store.
-        on_expiry: tells the session, from any thread, that work of a call (None if unknown) is overdue on the device.
+        on_expiry: tells the session, from any thread, that work of a call (`CallFacts`, None if unknown) is overdue on
+            the device; or, with a second argument, that it failed so many seconds after it began.
     """
 
     members: Members
     store_prefix: str
-    on_expiry: Callable[[CallFacts | None], None]
+    on_expiry: Callable[..., None]
 
 
 class Call(NamedTuple):

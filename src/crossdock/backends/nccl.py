@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from ..group.faults import TransportFault
-from ..group.fingerprint import CallFacts
 from .base import Call, Link, TransportSpec
 from .wire import Finish, Wire, nothing
 from .wire_layout import COUNTS as FIXED_WORDS
@@ -107,7 +106,7 @@ class NcclWire(Wire):
 
     def _raise_if_expired(self) -> None:
         if self._watch.has_expired:
-            raise TransportFault(f"an exchange did not finish within {self._watch.timeout_s:g} s and was aborted")
+            raise self._watch.fault()
 
     def close(self) -> None:
         self._watch.stop()
@@ -137,18 +136,21 @@ class _Watch:
 
     Exchanges are numbered as they begin. Where the stream waits for one, its number is copied to the host in stream
     order; exchanges finish in the order in which they began.
+
+    Attributes:
+        has_expired: whether everything was given up.
+        failed_after_s: how long the oldest exchange had been under way then, where it was not for being overdue.
     """
 
-    def __init__(
-        self, timeout_s: float, device: torch.device, on_expiry: Callable[[CallFacts | None], None], group: Any
-    ) -> None:
+    def __init__(self, timeout_s: float, device: torch.device, on_expiry: Callable[..., None], group: Any) -> None:
         self.timeout_s, self.group, self.on_expiry = timeout_s, group, on_expiry
         self.given_up = torch.zeros(1, dtype=torch.int64, device=device)
-        self._given_up_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._given_up_host = _seen_by_the_device(device)
         self.has_expired = False
+        self.failed_after_s: float | None = None
         self.num_begun = 0
         self._numbers = torch.arange(_NUM_NUMBERS, device=device)
-        self._finished_number = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._finished_number = _seen_by_the_device(device)
         self._num_known = 0
         self._begun: deque[_Begun] = deque()
         self._stop = threading.Event()
@@ -187,21 +189,35 @@ class _Watch:
         while self._begun and self._begun[0].place <= finished:
             self._begun.popleft()
         oldest = self._begun[0] if self._begun else None
-        late = oldest is not None and time.monotonic() - oldest.since > self.timeout_s
-        failed = self.group.get_error() != ErrorType.SUCCESS
-        if not (late or failed):
+        waited_s = 0.0 if oldest is None else time.monotonic() - oldest.since
+        is_late, has_failed = waited_s > self.timeout_s, self.group.get_error() != ErrorType.SUCCESS
+        if not (is_late or has_failed):
             return False
+        self.failed_after_s = None if is_late else waited_s
         self.has_expired = True
         self._given_up_host.fill_(1)
-        self.on_expiry(None if oldest is None or oldest.call is None else oldest.call.facts)
+        self.on_expiry(None if oldest is None or oldest.call is None else oldest.call.facts, self.failed_after_s)
         self.group.abort()
         return True
+
+    def fault(self) -> TransportFault:
+        """Why everything was given up."""
+        if self.failed_after_s is None:
+            return TransportFault(f"an exchange did not finish within {self.timeout_s:g} s and was aborted")
+        return TransportFault(
+            f"an exchange failed {self.failed_after_s:.1f} s after it had begun, and was aborted", expired=False
+        )
 
     def stop(self) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
+
+
+def _seen_by_the_device(device: torch.device) -> torch.Tensor:
+    """`[1]` int64 on the host: 0, in memory that the device reaches."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _watch(watch_ref: weakref.ref[_Watch], stop: threading.Event) -> None:

@@ -141,11 +141,17 @@ class Session:
         except (TransportFault, ContractViolation) as error:
             self._fail(CallFacts(self.state.call, self.state.operation, self.state.layer), error)
 
-    def expire(self, facts: CallFacts | None) -> None:
-        """Work of a call is overdue on the device: find out who is missing. Called by a watch, from its own thread."""
+    def expire(self, facts: CallFacts | None, failed_after_s: float | None = None) -> None:
+        """Work of a call is overdue on the device: find out who is missing. Called by a watch, from its own thread.
+
+        With `failed_after_s` it has failed so long after it began, before it was overdue: nobody is late yet.
+        """
         call = facts or CallFacts(self.state.call, self.state.operation, self.state.layer)
-        overdue = TransportFault("its work on the device did not finish", expired=True)
-        self.fault = self.fault or self._explain(call, overdue, self.timeout_s)
+        if failed_after_s is None:
+            lost, waited_s = TransportFault("its work on the device did not finish", expired=True), self.timeout_s
+        else:
+            lost, waited_s = TransportFault("its work on the device failed", expired=False), failed_after_s
+        self.fault = self.fault or self._explain(call, lost, waited_s)
         self.state.move_to("faulted")
 
     def break_off(self, overflow: str) -> None:

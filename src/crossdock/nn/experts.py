@@ -16,7 +16,9 @@ _NUM_SEEDS = 1 << (63 - _EXPERT_BITS)
 class GroupedExperts(nn.Module):
     """The local experts of one rank: `down(silu(gate(row)) * up(row))`, without biases.
 
-        experts = GroupedExperts(dispatcher.num_local_experts, hidden_dim=2048, ffn_dim=768, dtype=torch.bfloat16)
+        num_local = dispatcher.num_local_experts
+        first = dispatcher.ep_rank * num_local  # with the seed: expert 5 is the same one wherever it lives
+        experts = GroupedExperts(num_local, 2048, 768, dtype=torch.bfloat16, seed=0, first_expert_id=first)
         rows = experts(routed.rows, routed.expert_offsets)
 
     Nothing is read on the host on a Hopper or datacentre Blackwell GPU in bfloat16 with widths that are multiples of 8
@@ -27,6 +29,7 @@ class GroupedExperts(nn.Module):
     Attributes:
         gate_proj, up_proj: `[num_local_experts, hidden_dim, ffn_dim]`.
         down_proj: `[num_local_experts, ffn_dim, hidden_dim]`.
+        seed, first_expert_id: that the weights were last drawn with.
 
     Args:
         num_local_experts: experts of this rank.
@@ -35,11 +38,13 @@ class GroupedExperts(nn.Module):
         dtype: of the weights, and so of the rows.
         device: of the weights.
         seed: with `first_expert_id`, fixes the initial weights of every expert, whatever the EP size and device; None
-            draws from torch's global generator.
-        first_expert_id: global id of this rank's first expert, `ep_rank * num_local_experts`.
+            draws from torch's global generator, which gives all ranks the same experts where they have seeded it alike.
+        first_expert_id: global id of this rank's first expert, `ep_rank * num_local_experts`; belongs to a seed. None
+            is 0, and an `MoE` over several ranks refuses it.
 
     Raises:
-        ConfigError: a size that is not a positive integer, a seed that is negative or 2**43 or more.
+        ConfigError: a size that is not a positive integer, a seed that is negative or 2**43 or more, a
+            `first_expert_id` without a seed.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         seed: int | None = None,
-        first_expert_id: int = 0,
+        first_expert_id: int | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("num_local_experts", num_local_experts), ("hidden_dim", hidden_dim), ("ffn_dim", ffn_dim)):
@@ -64,18 +69,24 @@ class GroupedExperts(nn.Module):
         self.reset_parameters(seed, first_expert_id)
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None, first_expert_id: int = 0) -> None:
+    def reset_parameters(self, seed: int | None = None, first_expert_id: int | None = None) -> None:
         """Draw all weights uniformly from +-1 / sqrt(fan in), as `nn.Linear` does; arguments as for the class.
 
         Raises:
-            ConfigError: a seed that is negative, or too large to be shifted.
+            ConfigError: a seed that is negative, or too large to be shifted; a `first_expert_id` without one.
         """
+        if seed is None and first_expert_id is not None:
+            raise ConfigError(
+                f"first_expert_id ({first_expert_id}) chooses among the experts of a seed, and there is none: pass"
+                " seed=, the same on every rank, or leave it out"
+            )
         if seed is not None and not 0 <= seed < _NUM_SEEDS:
             raise ConfigError(f"seed must lie in 0..{_NUM_SEEDS - 1}, got {seed}")
+        self.seed, self.first_expert_id = seed, first_expert_id
         for expert in range(self.num_local_experts):
             # Drawn on the CPU in float32, so that an expert starts with the same numbers on every device.
             # The shift keeps the experts of layers with neighbouring seeds apart.
-            expert_seed = None if seed is None else (seed << _EXPERT_BITS) + first_expert_id + expert
+            expert_seed = None if seed is None else (seed << _EXPERT_BITS) + (first_expert_id or 0) + expert
             generator = None if expert_seed is None else torch.Generator().manual_seed(expert_seed)
             for weights in (self.gate_proj, self.up_proj, self.down_proj):
                 if not weights.is_meta:

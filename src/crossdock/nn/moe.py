@@ -40,10 +40,11 @@ class MoEResult:
 class MoE(nn.Module):
     """A mixture-of-experts layer: `combine(experts(dispatch(x, routing(router(x)))))`, plus a shared expert if given.
 
+        num_local, first = dispatcher.num_local_experts, dispatcher.ep_rank * dispatcher.num_local_experts
         moe = MoE(
             dispatcher.layer("blocks.3.moe"),
-            router=nn.Linear(2048, 64, bias=False),
-            experts=GroupedExperts(dispatcher.num_local_experts, 2048, 768),
+            router=nn.Linear(2048, 64, bias=False),  # the same on every rank: seed it, or broadcast it
+            experts=GroupedExperts(num_local, 2048, 768, seed=3, first_expert_id=first),  # others on every rank
             routing=functools.partial(crossdock.routing.softmax_topk, top_k=8),
         )
         y = moe(x)
@@ -66,7 +67,7 @@ class MoE(nn.Module):
 
     Raises:
         ConfigError: a `score_placement` that does not exist; a router, or `GroupedExperts`, of other sizes than those
-            of the layer's dispatcher; experts that would wait for counts, see above.
+            of the layer's dispatcher, or seeded for another rank; experts that would wait for counts, see above.
     """
 
     def __init__(
@@ -203,6 +204,20 @@ def _check_sizes(layer: DispatchLayer, router: nn.Module, experts: nn.Module) ->
             ("experts.hidden_dim", experts.hidden_dim, "hidden_dim", config.hidden_dim),
             ("experts.num_local_experts", experts.num_local_experts, "num_local_experts", num_local),
         ]
+        wanted += _first_expert(experts, dispatcher)
     for name, size, of_dispatcher, right in wanted:
         if size != right:
             raise ConfigError(f"{name} ({size}) must be {of_dispatcher} of its dispatcher ({right})")
+
+
+def _first_expert(experts: GroupedExperts, dispatcher: TokenDispatcher) -> list[tuple[str, int, str, int]]:
+    """What seeded experts have to be: without it several ranks begin with the same ones, and nothing shows it."""
+    if experts.seed is None:
+        return []
+    if experts.first_expert_id is None and dispatcher.ep_size > 1:
+        raise ConfigError(
+            f"experts of seed {experts.seed} without first_expert_id are the same on all {dispatcher.ep_size} ranks of"
+            " their dispatcher: pass first_expert_id=ep_rank * num_local_experts"
+        )
+    first = dispatcher.ep_rank * dispatcher.num_local_experts
+    return [("experts.first_expert_id", experts.first_expert_id or 0, "ep_rank * num_local_experts", first)]

@@ -2,6 +2,8 @@
 
 guard     `OverflowGuard`: what happens at the end of a step, in order
 agree     how the ranks of several groups find the largest of what each has
+groups    which groups these are, and how each of them does; numbered: where the host waits for it
+arguments what a guard is made of, checked
 apply     one optimizer's step, applied or not, with and without a host synchronisation
 scaler    torch's `GradScaler`: its flag, and its state for a step that runs again
 sizing    a layer's capacity, made to fit what it was asked for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 from ..dispatcher import TokenDispatcher
 from ..errors import CapacityOverflow, ConfigError, ContractViolation, CrossdockError, InvalidInput
 from ..opened import OpenDispatcher
-from ..types import RowCapacity, check_positive_int
-from .agree import Agreement, come_to
+from ..types import check_positive_int
+from .agree import Agreement, StepName, come_to
 from .apply import Stepper
-from .report import DROPPED, Report
+from .arguments import check_retry, checked_dispatchers, checked_optimizers, checked_shrinking
+from .groups import agreement_over, by_key, wider
+from .report import APART, DROPPED, Report
 from .rng import RngState
 from .scaler import ScalerState
-from .sizing import Shrinking, Sizer
+from .sizing import Sizer
 
 Loss = TypeVar("Loss")
 
@@ -32,7 +34,9 @@ class GuardStats:
     """What a guard has done so far; the same on every rank of its groups, but for what is resized.
 
     Attributes:
-        steps: steps that came to it.
+        steps: steps that all ranks came to and decided on, applied or not, also where an error came after that, as of
+            too many skipped in a row. A call of `step` that ended before, by its closure's error, a wrong argument or a
+            fault, is none.
         skipped_steps: steps that it did not apply.
         retries: times that it ran a step again.
         grown: times that a layer of this rank's dispatchers got a larger capacity.
@@ -77,7 +81,7 @@ class OverflowGuard:
         ConfigError: no dispatchers, or settings that do not go together.
 
     Example:
-        >>> from .. import DispatcherConfig
+        >>> from .. import DispatcherConfig, RowCapacity
         >>> config = DispatcherConfig(
         ...     num_experts=4, top_k=2, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=16,
         ...     row_capacity=RowCapacity.calibrated(1.0), on_overflow="skip_step",
@@ -108,22 +112,22 @@ class OverflowGuard:
         patience: int = 10,
     ) -> None:
         check_positive_int("patience", patience)
-        guarded = _dispatchers(dispatchers)
+        guarded = checked_dispatchers(dispatchers)
         self._opened = [each._open for each in guarded]
-        self._steppers = [Stepper(each, snapshot=snapshot) for each in _optimizers(optimizer)]
+        self._steppers = [Stepper(each, snapshot=snapshot) for each in checked_optimizers(optimizer)]
         if retry:
-            _check_retry(self._opened)
-        shrinking = _shrinking(shrink_after, shrink_below)
+            check_retry(self._opened)
+        shrinking = checked_shrinking(shrink_after, shrink_below)
         self._sizers = [Sizer(opened, shrinking) for opened in self._opened]
         self._retry, self._patience = retry, patience
         self._reads_host = sync or retry or any(stepper.needs_host for stepper in self._steppers)
         self._attach()
         timeout_s = max(opened.config.timeout_s for opened in self._opened)
-        self._own = [Agreement.over(each.group, self._device, timeout_s) for each in guarded]
-        self._wider = _wider(self._own, groups, self._device, timeout_s)
-        for places in _by_key(self._own):  # else two guards that first step in another order on one rank would pair up
+        self._own = [agreement_over(each.group, self._device, timeout_s) for each in guarded]
+        self._wider = wider(self._own, groups, self._device, timeout_s)
+        for places in by_key(self._own):  # else two guards that first step in another order on one rank would pair up
             self._own[places[0]].alike = {"dispatchers": [_opening_of(self._opened[i]) for i in places]}
-        self._agreements = [*(self._own[places[0]] for places in _by_key(self._own)), *self._wider]
+        self._agreements = [*(self._own[places[0]] for places in by_key(self._own)), *self._wider]
         self._close = weakref.finalize(self, _close_all, self._agreements, os.getpid())
         self._unread: Report | None = None
         self._fault: CrossdockError | None = None  # of the first step to which not all ranks came
@@ -149,13 +153,14 @@ class OverflowGuard:
         self._read_late()
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         start = (RngState.of(self._device), ScalerState.of(scaler)) if self._retry else None
-        loss = _run(closure)
-        report, skip, runs = self._agree(str(self._steps)), None, 1
+        loss, step = _run(closure), StepName(self._steps)
+        report, skip = self._agree(step), None
+        self._steps += 1  # decided on, whatever comes of it
         if self._reads_host:
             skip = self._take(report)
             while skip and start is not None and report.code == DROPPED:
-                runs += 1
-                loss, report = self._run_again(closure, start, runs)
+                step = step.again()
+                loss, report = self._run_again(closure, start, step)
                 skip = self._take(report)
             if skip:
                 self._count_skipped(report)
@@ -163,7 +168,6 @@ class OverflowGuard:
             self._unread = report
         for opened in self._opened:
             opened.look()
-        self._steps += 1
         for stepper in self._steppers:
             stepper.step(report.flag, skip, scaler)
         return loss
@@ -216,12 +220,12 @@ class OverflowGuard:
     def _raise_faults(self) -> None:
         for opened in self._opened:
             opened.session.raise_fault()
-
-    def _agree(self, step: str) -> Report:
-        """What all ranks have seen of this step, which `step` names."""
-        self._raise_faults()
         if self._fault is not None:
             raise copy.copy(self._fault)  # a fresh one: a traceback would keep tensors alive
+
+    def _agree(self, step: StepName) -> Report:
+        """What all ranks have seen of this step."""
+        self._raise_faults()
         device = self._device
         news = [opened.take_news(device).to(device) for opened in self._opened]
         try:
@@ -234,7 +238,7 @@ class OverflowGuard:
 
     def _agree_on(self, news: list[Tensor]) -> Tensor:
         """Put what all ranks have seen in the place of what this one has; `[1]`: the first word of all of it."""
-        for places in _by_key(self._own):
+        for places in by_key(self._own):
             joined = torch.cat([news[i] for i in places])
             num_calls = sum(self._opened[i].session.num_calls for i in places)
             self._own[places[0]].maximum(joined, self._raise_faults, num_calls)
@@ -247,6 +251,12 @@ class OverflowGuard:
 
     def _take(self, report: Report) -> bool:
         """Read a report on the host and fit capacities; whether its step is truncated."""
+        if report.code == APART:
+            self._fault = ContractViolation(
+                "ranks of this guard's groups came to different steps, or to different runs of one, and nothing was"
+                " applied; a closure that raises on one rank has to end the step on all"
+            )
+            self._raise_faults()
         skipped, grown, parts = report.code > 0, 0, report.of_dispatchers
         for sizer, part in zip(self._sizers, parts, strict=True):
             resized = sizer.fit(part)
@@ -272,14 +282,14 @@ class OverflowGuard:
                 self._count_skipped(report)
 
     def _run_again(
-        self, closure: Callable[[], Loss] | None, start: tuple[RngState, ScalerState], run: int
+        self, closure: Callable[[], Loss] | None, start: tuple[RngState, ScalerState], step: StepName
     ) -> tuple[Loss | None, Report]:
         self._retries += 1
         for state in start:
             state.restore()
         for stepper in self._steppers:
             stepper.optimizer.zero_grad(set_to_none=True)
-        return _run(closure), self._agree(f"{self._steps}, run {run},")
+        return _run(closure), self._agree(step)
 
     def _give_up(self, parts: list[list[int]]) -> None:
         found = ((sizer.dropping(part), i) for i, (sizer, part) in enumerate(zip(self._sizers, parts, strict=True)))
@@ -310,78 +320,13 @@ def _run(closure: Callable[[], Loss] | None) -> Loss | None:
         return closure()
 
 
-def _by_key(agreements: list[Agreement]) -> list[list[int]]:
-    """Places of those over the same ranks, in order."""
-    places: dict[Any, list[int]] = {}
-    for i, agreement in enumerate(agreements):
-        places.setdefault(agreement.key, []).append(i)
-    return list(places.values())
-
-
 def _close_all(agreements: list[Agreement], pid: int) -> None:
     if os.getpid() == pid:  # else a forked child: the links are its parent's
         for agreement in agreements:
             agreement.close()
 
 
-def _wider(own: list[Agreement], groups: Sequence[Any], device: torch.device, timeout_s: float) -> list[Agreement]:
-    """Over the given groups; not over the dispatchers' own where they have only one, for that is agreed already."""
-    agreements = [Agreement.over(group, device, timeout_s) for group in _listed(groups)]
-    for place, agreement in enumerate(agreements):  # one after the other, so ranks that turn them round would miss news
-        agreement.alike = {"place in groups": place}
-    known = {agreement.key for agreement in own}
-    return [each for each in agreements if each.members.size > 1 and (len(known) > 1 or each.key not in known)]
-
-
 def _opening_of(opened: OpenDispatcher) -> str:
     """What tells a dispatcher from all others, the same on every rank of it."""
     opening = opened.session.opening
     return "" if opening is None else opening.prefix
-
-
-def _listed(given: Any) -> list[Any]:
-    """One, or several."""
-    return list(given) if isinstance(given, Iterable) else [given]
-
-
-def _dispatchers(given: Any) -> list[TokenDispatcher]:
-    dispatchers: list[TokenDispatcher] = _listed(given)
-    if not dispatchers:
-        raise ConfigError("an OverflowGuard needs at least one dispatcher, got none")
-    for each in dispatchers:
-        if not isinstance(each, TokenDispatcher):
-            raise ConfigError(f"an OverflowGuard takes dispatchers, got {type(each).__name__}")
-    return dispatchers
-
-
-def _optimizers(given: Any) -> list[Optimizer]:
-    optimizers: list[Optimizer] = [given] if isinstance(given, Optimizer) else _listed(given)
-    if not optimizers:
-        raise ConfigError("an OverflowGuard needs at least one optimizer, got none")
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise ConfigError(f"an OverflowGuard takes torch optimizers, got {type(each).__name__}")
-    return optimizers
-
-
-def _shrinking(after: int | None, below: float) -> Shrinking | None:
-    if not 0 < below < 1:
-        raise ConfigError(f"shrink_below must lie between 0 and 1, got {below!r}")
-    if after is None:
-        return None
-    check_positive_int("shrink_after", after)
-    return Shrinking(after, below)
-
-
-def _check_retry(opened: list[OpenDispatcher]) -> None:
-    for config in (each.config for each in opened):
-        capacity = config.row_capacity
-        if capacity.kind not in ("exact", "calibrated") and capacity != RowCapacity.worst_case():
-            raise ConfigError(
-                f"retry=True needs a row capacity that grows, and {capacity} does not: take RowCapacity.calibrated(),"
-                " or leave retry out"
-            )
-        if config.on_overflow == "raise" and capacity.kind == "calibrated":
-            raise ConfigError(
-                "retry=True needs on_overflow='skip_step': under 'raise' the step would not come to its end"
-            )

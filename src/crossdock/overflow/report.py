@@ -7,14 +7,15 @@ from torch import Tensor
 
 from ..host_copy import HostCopy
 
-DROPPED, GIVEN_UP = 1, 2  # why a step is truncated: rows were dropped, or a call was given up
+# Why a step is truncated: rows were dropped, a call was given up, or ranks came to different steps.
+DROPPED, GIVEN_UP, APART = 1, 2, 3
 
 
 class Report:
     """What a guard decides by.
 
     Args:
-        code: `[1]` int64 on the device: 0, `DROPPED` or `GIVEN_UP`.
+        code: `[1]` int64 on the device: 0, `DROPPED`, `GIVEN_UP` or `APART`.
         news: by dispatcher, what `Ledger.take` gave, the largest of all ranks.
 
     Attributes:

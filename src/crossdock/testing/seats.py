@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import Backend, TokenDispatcher, explain
 from ..backends.base import BackendTraits
 from ..backends.loopback import LoopbackGroup
-from ..errors import ConfigError
+from ..errors import BackendUnavailable, ConfigError
 from ..types import DispatcherConfig
 from .problems import Problem
 from .ranks import RankPool
@@ -31,15 +31,19 @@ def traits_of(backend: str | Backend) -> BackendTraits:
 
     Raises:
         ConfigError: no backend has this name.
+        BackendUnavailable: it offers no device at all, as one that cannot be loaded or that cannot tell its traits.
 
     """
     if not isinstance(backend, str):
         return backend.traits
     config = DispatcherConfig(num_experts=1, top_k=1, hidden_dim=8, dtype=torch.float32, num_max_tokens_per_rank=1)
-    traits = {candidate.name: candidate.traits for candidate in explain(config, LoopbackGroup(1).member(0)).candidates}
-    if backend not in traits:
-        raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, traits))}")
-    return traits[backend]
+    known = {candidate.name: candidate for candidate in explain(config, LoopbackGroup(1).member(0)).candidates}
+    if backend not in known:
+        raise ConfigError(f"unknown backend {backend!r}; known are {', '.join(map(repr, known))}")
+    traits = known[backend].traits
+    if not traits.devices:
+        raise BackendUnavailable(backend, known[backend].why_not or "its traits name no device")
+    return traits
 
 
 class Groups(Protocol):

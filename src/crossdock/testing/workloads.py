@@ -60,6 +60,7 @@ class Workload:
         capacity: a kind of row capacity, "balanced" just large enough and "rows" with some to spare; or "too small",
             for about half of the fullest rank's rows: the others are dropped.
         hidden_dim: width of the rows.
+        max_top_k: the most slots of a token, where its routing has more; None is no limit.
         distinct_experts: whether the configuration declares that no token names an expert twice.
         ordered_rows: whether rows must come in the contract's order.
 
@@ -75,6 +76,7 @@ class Workload:
     call: Literal["plain", "strided"] = "plain"
     capacity: Literal["exact", "worst_case", "balanced", "rows", "too small"] = "exact"
     hidden_dim: int = HIDDEN_DIM
+    max_top_k: int | None = None
     distinct_experts: bool = False
     ordered_rows: bool = True
 
@@ -83,10 +85,11 @@ class Workload:
         return ", ".join((*parts, self.experts, f"scores {self.scores}", self.call, f"capacity {self.capacity}"))
 
     def fitted(self, traits: BackendTraits) -> Workload:
-        """The same choices as a backend needs them: wide enough, and with the declarations that it asks for."""
+        """The same choices as a backend needs them: wide enough, of few slots, with what it wants declared."""
         return dataclasses.replace(
             self,
             hidden_dim=-(-self.hidden_dim // traits.hidden_multiple) * traits.hidden_multiple,
+            max_top_k=traits.max_top_k if self.max_top_k is None else self.max_top_k,
             distinct_experts=self.distinct_experts or not traits.duplicate_experts,
             ordered_rows=self.ordered_rows and traits.ordered_rows,
         )
@@ -136,6 +139,8 @@ class Workload:
 @functools.lru_cache(maxsize=8)
 def _problem(workload: Workload) -> Problem:
     routing = routing_table(workload.ep_size)[workload.routing]
+    if workload.max_top_k is not None:
+        routing = dataclasses.replace(routing, top_k=min(routing.top_k, workload.max_top_k))
     config = DispatcherConfig(
         num_experts=routing.num_experts,
         top_k=routing.top_k,
@@ -217,14 +222,13 @@ def rest_of_pairs(ran: Sequence[Workload], ep_size: int, traits: BackendTraits, 
 
 def _offered(ep_size: int, traits: BackendTraits, device_type: str) -> Iterator[dict[str, Sequence[Any]]]:
     """`FACTORS` with the offered values alone: once for all alignments that go with the same capacities."""
-
-    def offers_routing(routing: Routing) -> bool:
-        few_enough = traits.max_top_k is None or routing.top_k <= traits.max_top_k
-        return few_enough and (traits.duplicate_experts or not routing.may_repeat)
-
     offered: dict[str, Sequence[Any]] = {
         **FACTORS,
-        "routing": [name for name, routing in routing_table(ep_size).items() if offers_routing(routing)],
+        "routing": [
+            name
+            for name, routing in routing_table(ep_size).items()
+            if traits.duplicate_experts or not routing.may_repeat
+        ],
         "dtype": [dtype for dtype in FACTORS["dtype"] if dtype in traits.dtypes],
         "reduction": [reduction for reduction in FACTORS["reduction"] if reduction in traits.reductions],
         "experts": [kind for kind in FACTORS["experts"] if traits.ordered_rows or kind != "swiglu"],

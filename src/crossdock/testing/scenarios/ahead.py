@@ -114,7 +114,7 @@ def dropped_right_after(capacity: RowCapacity, seat: Seat) -> None:
             taken += _take_up_memory(out)
             assert x.grad is not None and scores.grad is not None
             assert_bit_equal(out, want.out, f"output in round {number}")
-            assert_bit_equal(x.grad, want.grad_x, f"gradient of x in round {number}")
+            assert_bit_equal(x.grad, want.grad_x, f"gradient in round {number}")
             tolerance = 1e-5 * max(1.0, problem.config.hidden_dim / 40)  # a dot's summands
             torch.testing.assert_close(scores.grad.cpu(), want.grad_scores, rtol=tolerance, atol=tolerance)
             assert all(int(words[-1]) == _JUNK for words in taken if not words.is_floating_point())
@@ -185,9 +185,10 @@ def beside_another_stream(capacity: RowCapacity, seat: Seat) -> None:
     want = _wanted(problem, seat)
     with seat.open(problem.config) as dispatcher:
         for number in _rounds(seat):
-            x, scores, ids = (_here(parts, seat) for parts in _inputs(problem))
-            x.requires_grad_()
+            leaf, scores, ids = (_here(parts, seat) for parts in _inputs(problem))
             scores.requires_grad_()
+            # Of one use alone: autograd adds up the gradients of a leaf on one stream, and warns of those from another.
+            x = leaf.requires_grad_() * 1
             grad, stream = _here(problem.grad_out, seat), _fork(seat)
             with _on(stream):
                 if number % 2:
@@ -201,8 +202,8 @@ def beside_another_stream(capacity: RowCapacity, seat: Seat) -> None:
             out = dispatcher.combine(rows, routed.handle)
             _join(stream)
             (out + shared).backward(grad)
-            assert x.grad is not None
-            assert_bit_equal(x.grad, want.grad_x + problem.grad_out[seat.rank] * 3, f"gradient of x in round {number}")
+            assert leaf.grad is not None
+            assert_bit_equal(leaf.grad, want.grad_x + problem.grad_out[seat.rank] * 3, f"gradient in round {number}")
             for tensor, parts in zip((x, scores, ids, grad), (*_inputs(problem), problem.grad_out), strict=True):
                 assert_bit_equal(tensor, parts[seat.rank], f"what the calls of round {number} were given")
             assert_bit_equal(rows, before, f"what combine was given in round {number}")

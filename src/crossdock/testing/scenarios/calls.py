@@ -41,7 +41,7 @@ def _wrong_dispatches(dispatcher: TokenDispatcher, problem: Problem, seat: Seat)
     far = ids.clone()
     far[1, 0] = config.num_experts
     negative = ids.clone()
-    negative[0, 1] = -2
+    negative[0, -1] = -2
     beyond = ids.clone()
     beyond[0, 0] = 2**31
     too_many = config.num_max_tokens_per_rank + 1
