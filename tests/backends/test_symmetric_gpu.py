@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import crossdock as cd
-from crossdock.testing import run_ranks, start_ranks
+from crossdock.testing import StartedRanks, run_ranks, start_ranks
 from tests.gpus import host_sync_is_an_error, on_gpus
 
 TIMEOUT_S = 4.0
@@ -265,10 +265,20 @@ def _without_a_peer(rank: int, fault: str) -> dict[str, Any]:
     return told
 
 
+def _first_rank_of(started: StartedRanks) -> dict[str, Any]:
+    """What rank 0 has told, whether rank 1 answers or not."""
+    deadline = time.monotonic() + 90.0
+    while True:
+        first = started.results(timeout_s=2.0)[0]
+        if not first.silent or time.monotonic() > deadline:
+            told: dict[str, Any] = first.value
+            return told
+
+
 @pytest.mark.parametrize("fault", ["dies", "stops", "idles", "closes"])
 def test_a_missing_rank_is_named_and_the_device_is_freed(fault):
     with start_ranks(_without_a_peer, 2, fault, **on_gpus(2)) as started:
-        told = started.results(timeout_s=90.0)[0].value
+        told = _first_rank_of(started)
     assert told["enqueued_s"] < 1.0, "combine waited on the host"
     assert told["is_nan"], "outputs of a call that was given up are NaN"
     assert told["ranks"] == (1,)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
 from crossdock.kernels import launch as launching
-from crossdock.kernels.launch import launch, launcher_is_known, looks_at, takes_direct_path
+from crossdock.kernels.launch import Chosen, launch, launcher_is_known, looks_at, takes_direct_path
 
 
 def scale_kernel(x_ptr, out_ptr, num_elements, factor, BLOCK: tl.constexpr, NEGATED: tl.constexpr = False):
@@ -127,7 +129,7 @@ class _Ordinary:
 def ordinary(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Ordinary]:
     """Return the ordinary path of `scale_kernel` on a device that is not there."""
     stand_in = _Ordinary(launching.wrapped(scale_kernel, "cuda").params)
-    monkeypatch.setattr(launching, "wrapped", lambda *_: stand_in)
+    monkeypatch.setattr(launching, "wrapped", cache(lambda *_: stand_in))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(type(driver), "active", _Driver())
     launching._variants.cache_clear()
@@ -146,6 +148,35 @@ def test_the_second_call_of_a_variant_goes_straight_to_the_launcher(ordinary):
     assert told[9].data_ptr() == _FLOATS[4:].data_ptr()
     assert told[10:] == (out, 19, 0.5, 16, False)
     assert takes_direct_path(scale_kernel, device, _FLOATS, out, 21, 0.5, BLOCK=16, num_warps=2)
+
+
+def test_who_has_chosen_the_same_shares_what_is_compiled(ordinary):
+    device, args = torch.device("cuda", 3), (_FLOATS, torch.zeros(32), 17, 0.5)
+    for _ in range(50):  # as of calls with another number of tokens each
+        launch(scale_kernel, (1,), device, *args, chosen=Chosen((), BLOCK=16, num_warps=2))
+    launch(scale_kernel, (1,), device, *args, BLOCK=16, num_warps=2)
+    assert ordinary.calls == launching._variants.cache_info().currsize == 1
+    assert len(ordinary.run.launches) == 50
+    launch(scale_kernel, (1,), device, *args, chosen=Chosen((), BLOCK=16, num_warps=4))
+    assert ordinary.calls == 2
+
+
+def test_nothing_keeps_a_choice_alive(ordinary):
+    chosen = Chosen((), BLOCK=16)
+    launch(scale_kernel, (1,), torch.device("cuda", 3), _FLOATS, torch.zeros(32), 17, 0.5, chosen=chosen)
+    alive = weakref.ref(chosen)
+    del chosen
+    assert alive() is None
+
+
+def test_a_choice_finds_kernels_that_were_built_anew(ordinary):
+    device, args, chosen = torch.device("cuda", 3), (_FLOATS, torch.zeros(32), 17, 0.5), Chosen((), BLOCK=16)
+    for _ in range(2):
+        launch(scale_kernel, (1,), device, *args, chosen=chosen)
+    with launching.standing_in(launching._NOBODY):
+        launch(scale_kernel, (1,), device, *args, chosen=chosen)
+    launch(scale_kernel, (1,), device, *args, chosen=chosen)
+    assert ordinary.calls == 3
 
 
 def test_another_variant_takes_the_ordinary_path_first(ordinary):

@@ -43,11 +43,20 @@ _INT_FACT = (
 class Chosen:
     """What is the same in many launches of a kernel: its helpers, and its constexprs and compiler options by name.
 
-    Two are equal where they are one: looking at each of them in every launch would cost the host more than the rest.
+    Looking at each of them in every launch would cost the host more than the rest, so it remembers what is compiled of
+    the kernel for them. Those who have chosen the same share that.
     """
 
     def __init__(self, helpers: tuple[Callable[..., Any], ...], **options: Any) -> None:
         self.helpers, self.options = helpers, options
+        self._found: tuple[Callable[..., None], int, _Variants] | None = None
+
+    def variants(self, kernel: Callable[..., None]) -> _Variants:
+        """What is compiled of `kernel`, whoever has asked for it."""
+        found, built = self._found, _times_forgotten[0]
+        if found is None or found[0] is not kernel or found[1] != built:
+            found = self._found = (kernel, built, _variants(kernel, self.helpers, tuple(self.options.items())))
+        return found[2]
 
 
 def launch(
@@ -65,17 +74,16 @@ def launch(
     """
     if _standing_in:
         _standing_in[-1].before_launch(device)
+    chosen = chosen or Chosen(helpers, **options)
     if device.type != "cuda":
-        chosen = chosen or Chosen(helpers, **options)
         wrapped(kernel, device.type, chosen.helpers)(grid, args, chosen.options)
         return
-    chosen = chosen or _choice(helpers, tuple(options.items()))
     current = torch.cuda.current_device()
     if device.index is None or device.index == current:
-        _variants(kernel, chosen).launch(grid, current, args)
+        chosen.variants(kernel).launch(grid, current, args)
         return
     with torch.cuda.device(device):
-        _variants(kernel, chosen).launch(grid, device.index, args)
+        chosen.variants(kernel).launch(grid, device.index, args)
 
 
 def takes_direct_path(
@@ -89,13 +97,7 @@ def takes_direct_path(
     if device.type != "cuda":
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _variants(kernel, _choice(helpers, tuple(options.items()))).is_ready(index, args)
-
-
-@cache
-def _choice(helpers: tuple[Callable[..., Any], ...], options: tuple[tuple[str, Any], ...]) -> Chosen:
-    """To Triton too, a constexpr that is True is the same as one that is 1."""
-    return Chosen(helpers, **dict(options))
+    return Chosen(helpers, **options).variants(kernel).is_ready(index, args)
 
 
 @cache
@@ -133,6 +135,7 @@ class StandIns(NamedTuple):
 
 _NOBODY = StandIns({}, (), {}, lambda device: None)
 _standing_in: list[StandIns] = []  # the last one counts
+_times_forgotten = [0]
 
 
 @contextmanager
@@ -150,6 +153,7 @@ def standing_in(stand_ins: StandIns) -> Iterator[None]:
 def _forget_kernels() -> None:
     wrapped.cache_clear()
     _variants.cache_clear()
+    _times_forgotten[0] += 1
 
 
 class _Variant(NamedTuple):
@@ -173,12 +177,17 @@ class _Variant(NamedTuple):
 
 
 class _Variants:
-    """What has been compiled of one kernel with one choice of constants, by what it was compiled for."""
+    """What has been compiled of one kernel with one choice of constants, by what it was compiled for.
 
-    def __init__(self, kernel: Callable[..., None], chosen: Chosen):
+    To Triton too, a constexpr that is True is the same as one that is 1.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., None], helpers: tuple[Callable[..., Any], ...], options: tuple[tuple[str, Any], ...]
+    ) -> None:
         from triton import knobs
 
-        self._ordinary, self._options = wrapped(kernel, "cuda", chosen.helpers), chosen.options
+        self._ordinary, self._options = wrapped(kernel, "cuda", helpers), dict(options)
         self._runtime = knobs.runtime
         self._ready: dict[tuple[type, ...], dict[Any, _Variant]] = {}  # by the arguments' types, then by what they are
         self._last: tuple[tuple[type, ...], Look | None, dict[Any, _Variant]] = ((), None, {})
