@@ -93,7 +93,7 @@ CASES: dict[str, list[str] | str] = {
     "B42": [f"{IDS}::test_the_order_of_rows"],
     "B43": [
         f"{NUMERICS}::test_backends_agree_to_the_bit",
-        f"{FUSED}::test_two_ranks_give_the_bits_of_all_to_all",
+        f"{FUSED}::test_ranks_give_the_bits_of_all_to_all",
         "kernels/test_small.py::test_whole_steps_between_processes_have_the_bits_of_all_to_all",
     ],
     "B44": [f"{SCENARIOS}/numerics.py::token_alone_or_in_a_crowd"],
