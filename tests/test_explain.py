@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,14 +11,44 @@ import torch
 
 import crossdock as cd
 from crossdock import select
-from crossdock.backends.base import TransportSpec
 from crossdock.backends.local import LocalBackend
 from crossdock.backends.symmetric import SymmetricBackend
+from crossdock.testing import LoopbackGroup, traits_of
+from tests.cli.commands import crossdock
 from tests.conftest import Ranks
 
 CONFIG = cd.DispatcherConfig(
     num_experts=8, top_k=2, hidden_dim=256, dtype=torch.bfloat16, num_max_tokens_per_rank=1021, timeout_s=20.0
 )
+
+
+class Picky(LocalBackend):
+    """A backend that lacks something on this machine, and another one that has no such dtype."""
+
+    name = "picky"
+    traits = dataclasses.replace(LocalBackend.traits, dtypes=frozenset({torch.float32}), needs="a card")
+
+    def refusal(self, spec: Any, group: Any) -> str | None:
+        return super().refusal(spec, group) or "it sees no card"
+
+
+def test_a_refusal_says_what_would_help():
+    member, float32 = LoopbackGroup(2).member(0), dataclasses.replace(CONFIG, dtype=torch.float32)
+    instead = 'leave backend= out: "auto" takes {!r} here'
+    join = "call torch.distributed.init_process_group first, as on the ranks of torchrun"
+    for backend, group, config, fix in (
+        ("local", member, CONFIG, instead.format("loopback")),
+        ("symmetric", None, CONFIG, f"{join}, or {instead.format('local')}"),
+        ("all_to_all", None, CONFIG, f"{join}, or {instead.format('local')}"),
+        ("all_to_all", member, CONFIG, f"pass a group of torch.distributed, or {instead.format('loopback')}"),
+        ("loopback", None, CONFIG, f"it needs a crossdock.testing.LoopbackGroup, or {instead.format('local')}"),
+        (Picky(), None, float32, f"it needs a card, or {instead.format('local')}"),
+        (Picky(), None, CONFIG, instead.format("local")),  # no card would help
+    ):
+        with pytest.raises(cd.BackendUnavailable) as refused:
+            cd.TokenDispatcher(config, group, backend)
+        assert refused.value.fix == fix
+        assert str(refused.value).endswith(f"{refused.value.reason}; {fix}")
 
 
 def told_and_taken(rank: int, name: str, config: cd.DispatcherConfig) -> tuple[int | None, int, str]:
@@ -65,15 +96,77 @@ def test_padded_token_counts_are_part_of_it(ranks: Ranks):
         assert told == taken > without
 
 
-class Forgetful(LocalBackend):
-    """One that cannot say what it would take."""
+class Odd(LocalBackend):
+    """One of another package, which fails where it is asked one thing, with an error of a class of its own or not."""
 
-    def workspace_bytes(self, spec: TransportSpec) -> int:
-        raise LookupError("no such table")
+    name = "odd"
+
+    def __init__(self, asked: str, error: type[Exception]) -> None:
+        self.asked, self.error = asked, error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "asked"):
+            if name == "traits":
+                raise object.__getattribute__(self, "error")("no such\ntable")
+            return self.fail
+        return object.__getattribute__(self, name)
+
+    def fail(self, *_: object) -> None:
+        raise self.error("no such\ntable")
 
 
-def test_a_backend_that_cannot_tell_takes_no_other_along():
-    with mock.patch.object(select, "known_backends", lambda: {"local": LocalBackend(), "forgetful": Forgetful()}):
-        first, second = str(cd.explain(CONFIG)).splitlines()
+class NoSuchCard(Exception):
+    """What a library of a vendor may raise."""
+
+
+UNTOLD = {
+    "traits": "cannot serve: it could not tell its traits",
+    "refusal": "cannot serve: it could not tell whether it can serve",
+    "describe": "usable: it could not tell how it would share out the work",
+    "workspace_bytes": "usable: it could not tell how much storage it would take",
+    "preference_on": 'usable by name only: it could not tell whether "auto" should take it',
+}
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, TypeError, LookupError, NoSuchCard])
+@pytest.mark.parametrize("asked", UNTOLD)
+def test_a_backend_that_cannot_tell_takes_no_other_along(asked: str, error: type[Exception]):
+    backends = {"local": LocalBackend(), "odd": Odd(asked, error)}
+    with mock.patch.object(select, "known_backends", lambda: backends):
+        explanation = cd.explain(CONFIG)
+        assert traits_of("local") == LocalBackend.traits
+    first, second = str(explanation).splitlines()
     assert first.split() == ["local", "chosen"]
-    assert second.endswith("it failed when it was asked to describe itself: LookupError('no such table')")
+    assert second == f"odd    {UNTOLD[asked]}: {error.__name__}: no such table"
+    assert (explanation.candidates[1].traits == LocalBackend.traits) == (asked != "traits")
+    if "cannot serve" in UNTOLD[asked]:
+        with pytest.raises(cd.BackendUnavailable, match=f"it could not tell .*: {error.__name__}: no such table"):
+            cd.TokenDispatcher(CONFIG, backend=backends["odd"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "words"),
+    [
+        (
+            "traits",
+            {},
+            "cannot serve: it could not tell its traits: TypeError: BackendTraits is wanted, not dict",
+        ),
+        ("describe", 3, "TypeError: str is wanted, not int"),
+        ("workspace_bytes", "much", "TypeError: 'str' object cannot be interpreted as an integer"),
+    ],
+)
+def test_an_answer_of_another_kind_is_none(asked: str, answer: object, words: str):
+    odd = LocalBackend()
+    setattr(odd, asked, answer if asked == "traits" else lambda *_: answer)
+    with mock.patch.object(select, "known_backends", lambda: {"local": LocalBackend(), "odd": odd}):
+        first, second = str(cd.explain(CONFIG)).splitlines()
+    assert first.split() == ["local", "chosen"] and second.endswith(words)
+
+
+def test_a_backend_that_cannot_tell_its_traits_is_not_verified():
+    with mock.patch.object(select, "known_backends", lambda: {"odd": Odd("traits", ZeroDivisionError)}):
+        done = crossdock("verify", "--backend", "odd")
+    sentence = "it could not tell its traits: ZeroDivisionError: no such table"
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"crossdock verify: backend 'odd' is not available here: {sentence}\n"

@@ -136,7 +136,8 @@ class TokenDispatcher:
             raise ContractViolation("input_buffer cannot be called inside a compiled region: call it outside")
         buffer = self._open.input_buffer(num_tokens)
         if buffer is None:
-            raise BackendUnavailable(self.backend_name, "input_buffer is not offered", "dispatch an ordinary tensor")
+            fix = "dispatch an ordinary tensor"
+            raise BackendUnavailable(self.backend_name, "it keeps no buffer for x", fix, lacks="input_buffer")
         return buffer
 
     # -- facts and state --------------------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ class CapacityOverflow(_BlamesRanks, RuntimeError):
 
 
 class BackendUnavailable(CrossdockError, ImportError):
-    """A backend asked for by name cannot serve here; the message has the reason and what would fix it."""
+    """A backend asked for by name cannot serve here, or `lacks` something; with the reason and what would fix it."""
 
-    def __init__(self, backend: str, reason: str, fix: str = "") -> None:
-        super().__init__(f"backend {backend!r} is not available here: {reason}" + (f"; {fix}" if fix else ""))
+    def __init__(self, backend: str, reason: str, fix: str = "", *, lacks: str = "") -> None:
+        what = f"offers no {lacks}" if lacks else "is not available here"
+        super().__init__(f"backend {backend!r} {what}: {reason}" + (f"; {fix}" if fix else ""))
         self.backend, self.reason, self.fix = backend, reason, fix

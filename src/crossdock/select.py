@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from operator import index
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,17 +18,21 @@ from .row_capacity import resolve_num_rows
 from .types import MAX_SIZE, DispatcherConfig
 
 ENTRY_POINT_GROUP = "crossdock.backends"
-# What the code of another package may come to.
-_MISHAPS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_MISHAPS = Exception  # what another package's code may come to: its errors may well be of classes of its own
+_Answer = TypeVar("_Answer")
+_NO_TRAITS = BackendTraits(
+    devices=frozenset(), dtypes=frozenset(), row_capacities=EVERY_ROW_CAPACITY, needs="its package mended"
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One backend's answer: `why_not` is None where it can serve; its traits are what it offers anywhere.
 
-    `how` says in words how it would share the work out here; empty where it has nothing to tell. Where it can serve,
-    `by_name_only` says that "auto" never takes it here, and `workspace_bytes` what `TokenDispatcher.workspace_bytes`
-    would be, or None of a backend that cannot tell before it is opened.
+    `how` says in words how it would share the work out here, and what it was asked in vain; empty where it has nothing
+    to tell. Where it can serve, `by_name_only` says that "auto" never takes it here, and `workspace_bytes` what
+    `TokenDispatcher.workspace_bytes` would be, or None of a backend that cannot tell before it is opened. A backend
+    whose traits cannot be read has none of any kind.
     """
 
     name: str
@@ -104,9 +110,7 @@ def known_backends() -> dict[str, Backend]:
 class _Broken(Backend):
     """Stands for a backend of another package that cannot be loaded."""
 
-    traits = BackendTraits(
-        devices=frozenset(), dtypes=frozenset(), row_capacities=EVERY_ROW_CAPACITY, needs="its package mended"
-    )
+    traits = _NO_TRAITS
     preference = "never"
 
     def __init__(self, name: str, error: Exception) -> None:
@@ -197,24 +201,55 @@ def _refuse_uncountable(config: DispatcherConfig, ep_size: int) -> None:
 
 
 def _explain(config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]) -> Explanation:
+    candidates = _candidates(config, spec, members, known)
+    usable = _usable(candidates, members, known)
+
     def described(candidate: Candidate) -> Candidate:
         if candidate.why_not is not None:
             return candidate
-        candidate, backend = replace(candidate, by_name_only=candidate.name not in usable), known[candidate.name]
-        try:
-            how, num_bytes = backend.describe(spec, members.device), backend.workspace_bytes(_as_opened(spec, backend))
-        except _MISHAPS as error:
-            return replace(candidate, how=f"it failed when it was asked to describe itself: {error!r}")
-        return replace(candidate, how=how, workspace_bytes=num_bytes)
+        told = _described(candidate, known[candidate.name], spec, members.device)
+        return replace(told, by_name_only=candidate.name not in usable)
 
-    candidates = _candidates(config, spec, members, known)
-    usable = _usable(candidates, members, known)
     return Explanation(usable[0] if usable else None, tuple(map(described, candidates)))
 
 
-def _as_opened(spec: TransportSpec, backend: Backend) -> TransportSpec:
-    """What it is opened with, whose token counts the dispatcher pads."""
-    alignment = backend.traits.token_alignment
+def _described(candidate: Candidate, backend: Backend, spec: TransportSpec, device: torch.device | None) -> Candidate:
+    """With what the backend says of itself."""
+
+    def num_bytes() -> int | None:
+        told = backend.workspace_bytes(_as_opened(spec, candidate.traits))
+        return None if told is None else index(told)  # which refuses what is no integer
+
+    how, mute = _asked(lambda: _of_kind(str, backend.describe(spec, device)), "how it would share out the work")
+    workspace_bytes, sizeless = _asked(num_bytes, "how much storage it would take")
+    _, aimless = _asked(lambda: backend.preference_on(device), 'whether "auto" should take it')
+    words = "; ".join(filter(None, (how, mute, sizeless, aimless)))
+    return replace(candidate, how=words, workspace_bytes=workspace_bytes)
+
+
+def _asked(ask: Callable[[], _Answer], what: str) -> tuple[_Answer | None, str | None]:
+    """What a backend answers; or, in one sentence, that it could not tell `what`.
+
+    It may be another package's: whatever goes wrong in it takes no other backend along.
+
+    >>> _asked(lambda: 1 // 0, "how much"), _asked(lambda: 3, "how much")
+    ((None, 'it could not tell how much: ZeroDivisionError: integer division or modulo by zero'), (3, None))
+    """
+    try:
+        return ask(), None
+    except _MISHAPS as error:
+        return None, f"it could not tell {what}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _of_kind(kind: type[_Answer], answer: object) -> _Answer:
+    if not isinstance(answer, kind):
+        raise TypeError(f"{kind.__name__} is wanted, not {type(answer).__name__}")
+    return answer
+
+
+def _as_opened(spec: TransportSpec, traits: BackendTraits) -> TransportSpec:
+    """What a backend of these traits is opened with, whose token counts the dispatcher pads."""
+    alignment = traits.token_alignment
     most = -(-spec.num_max_tokens_per_rank // alignment) * alignment
     return replace(spec, num_max_tokens_per_rank=most)
 
@@ -222,33 +257,75 @@ def _as_opened(spec: TransportSpec, backend: Backend) -> TransportSpec:
 def _candidates(
     config: DispatcherConfig, spec: TransportSpec, members: Members, known: dict[str, Backend]
 ) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(name, _why_not(backend, config, spec, members), backend.traits) for name, backend in known.items()
-    )
+    return tuple(_candidate(name, backend, config, spec, members) for name, backend in known.items())
+
+
+def _candidate(
+    name: str, backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members
+) -> Candidate:
+    """Whether a backend can serve, and why not."""
+    traits, why_not = _asked(lambda: _of_kind(BackendTraits, backend.traits), "its traits")
+    if traits is None:
+        return Candidate(name, why_not, _NO_TRAITS)
+    refusal, mute = _asked(lambda: _refusal(backend, traits, config, spec, members), "whether it can serve")
+    return Candidate(name, refusal if mute is None else mute, traits)
 
 
 def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str, Backend]) -> list[str]:
     """What "auto" may take, the first choice first."""
-    preference = {c.name: known[c.name].preference_on(members.device) for c in candidates if c.why_not is None}
-    usable = [name for name, preferred in preference.items() if preferred != "never"]
-    return sorted(usable, key=lambda name: preference[name] != "preferred")
+
+    def preference(name: str) -> str:
+        told, _ = _asked(lambda: known[name].preference_on(members.device), "")
+        return told or "never"
+
+    preferences = {c.name: preference(c.name) for c in candidates if c.why_not is None}
+    usable = [name for name, preferred in preferences.items() if preferred != "never"]
+    return sorted(usable, key=lambda name: preferences[name] != "preferred")
 
 
-def _why_not(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> str | None:
-    traits = backend.traits
+def _refusal(
+    backend: Backend, traits: BackendTraits, config: DispatcherConfig, spec: TransportSpec, members: Members
+) -> str | None:
+    return _not_offered(traits, config) or backend.refusal(spec, _facts(members))
+
+
+def _not_offered(traits: BackendTraits, config: DispatcherConfig) -> str | None:
     if config.row_capacity.kind not in traits.row_capacities:
         offered = ", ".join(sorted(traits.row_capacities))
         return f"row_capacity {config.row_capacity} is not offered by this backend, only {offered}"
     if not traits.duplicate_experts and not config.distinct_experts:
         return "it needs tokens that never name an expert twice, which distinct_experts=True declares"
-    try:
-        return backend.refusal(spec, GroupFacts(members.rank, members.size, members.device, members.transport))
-    except _MISHAPS as error:
-        return f"it failed when it was asked: {error!r}"
+    return None
+
+
+def _facts(members: Members) -> GroupFacts:
+    return GroupFacts(members.rank, members.size, members.device, members.transport)
 
 
 def _serving(backend: Backend, config: DispatcherConfig, spec: TransportSpec, members: Members) -> Backend:
-    why_not = _why_not(backend, config, spec, members)
-    if why_not is not None:
-        raise BackendUnavailable(backend.name, why_not, f"it needs {backend.traits.needs}")
+    candidate = _candidate(backend.name, backend, config, spec, members)
+    if candidate.why_not is not None:
+        known = known_backends()
+        usable = _usable(_candidates(config, spec, members, known), members, known)
+        other = [f'leave backend= out: "auto" takes {usable[0]!r} here'] if usable else []
+        own = _remedy(backend, candidate, config, spec, members)
+        raise BackendUnavailable(backend.name, candidate.why_not, ", or ".join([*own, *other]))
     return backend
+
+
+def _remedy(
+    backend: Backend, candidate: Candidate, config: DispatcherConfig, spec: TransportSpec, members: Members
+) -> list[str]:
+    """What would let a backend serve that refuses: another group, or what it needs; empty if neither would help."""
+    traits, facts = candidate.traits, _facts(members)
+
+    def refusal_with(transport: str) -> str | None:
+        moved = replace(members, transport=transport)
+        return _asked(lambda: _refusal(backend, traits, config, spec, moved), "")[0]
+
+    if facts.transport not in ("gloo", "nccl") and refusal_with("gloo") != candidate.why_not:
+        if facts.transport == "none":
+            return ["call torch.distributed.init_process_group first, as on the ranks of torchrun"]
+        return ["pass a group of torch.distributed"]
+    unmended = (_not_offered(traits, config), _asked(lambda: Backend.refusal(backend, spec, facts), "")[0])
+    return [] if traits.needs == "nothing" or candidate.why_not in unmended else [f"it needs {traits.needs}"]

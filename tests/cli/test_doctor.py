@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from crossdock.cli.reach import Facts, Refusal, findings_of, look_at_ranks
+from crossdock.cli.reach import Facts, Reached, Refusal, findings_of, look_at_ranks
 from crossdock.testing import run_ranks
 from tests.cli.commands import crossdock
 
@@ -30,6 +30,8 @@ def test_installed_is_not_loadable(tmp_path: Path):
     assert rows["hybrid_ep_cpp"] == ["absent", "not installed (no adapter yet)"]
     assert rows["Gloo"] == ["ok", "built in"] and rows["torch"][0] == "ok"
     assert {"python", "NCCL", "triton"} <= rows.keys()
+    for package, line in (("safetensors", "pip install safetensors"), ("transformers", "'transformers>=5.24'")):
+        assert (rows[package][0] == "absent") == (line in rows[package][1])
     assert "local       chosen" in done.stdout
 
 
@@ -42,39 +44,52 @@ from crossdock.backends.all_to_all import AllToAllBackend
 from crossdock.errors import BackendUnavailable
 
 class Shut(AllToAllBackend):
-    name = "shut"
+    name = "{name}"
 
     def open(self, spec, link):
         raise {error}
 """
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    """A backend of another package that raises `error` where it is opened; the ranks that are started have it too."""
-    (folder / "shut.py").write_text(SHUT.format(error=error))
-    facts = folder / "shut-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: shut\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[crossdock.backends]\nshut = shut:Shut\n")
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **errors: str) -> None:
+    """Backends of other packages that raise errors where they are opened; the ranks that are started have them too."""
+    for name, error in errors.items():
+        (folder / f"{name}.py").write_text(SHUT.format(name=name, error=error))
+        facts = folder / f"{name}-1.0.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (facts / "entry_points.txt").write_text(f"[crossdock.backends]\n{name} = {name}:Shut\n")
     monkeypatch.syspath_prepend(folder)
 
 
-def findings_of_ranks() -> dict[str, tuple[str, str]]:
-    """Status and detail of what two ranks find out of each other, by name."""
-    findings = look_at_ranks(2)
-    assert findings is not None and {each.area for each in findings} == {"ranks"}
-    return {each.name: (each.status, each.detail) for each in findings}
+def by_name(reached: Reached | None) -> dict[str, tuple[str, str]]:
+    """Status and detail of what ranks have found out of each other."""
+    assert reached is not None and reached.reports and {each.area for each in reached.findings} == {"ranks"}
+    return {each.name: (each.status, each.detail) for each in reached.findings}
 
 
 def test_two_ranks_reach_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    install(tmp_path, monkeypatch, "BackendUnavailable('shut', 'its cable is out', 'plug it in')")
-    found = findings_of_ranks()
+    shut = "BackendUnavailable('shut', 'its cable is out', 'plug it in')"
+    install(tmp_path, monkeypatch, shut=shut, strange="KeyError('no such port')")
+    reached = look_at_ranks(2)
+    found = by_name(reached)
     assert found["one host"] == ("ok", f"ranks [0, 1] on {socket.gethostname()}")
     assert found["store"][0] == "ok"
     assert found["all_to_all"] == ("ok", "opened on 2 ranks, 0 MiB of storage a rank")
     assert found["local"] == ("absent", "on rank 0: it serves one rank, and this group has 2")
     assert found["shut"][0] == "broken"
     assert found["shut"][1].endswith("backend 'shut' is not available here: its cable is out; plug it in")
+    assert found["strange"][0] == "broken"
+    assert re.fullmatch(r"on rank [01]: KeyError: 'no such port'", found["strange"][1])  # of who is the first to know
+    assert found["auto"] == ("ok", "takes all_to_all on these ranks")
+    assert reached is not None
+    choice = reached.choice
+    assert (choice["sample"], choice["chosen"]) == (
+        "2 ranks, 16 experts, top 8, hidden_dim 2048, bfloat16",
+        "all_to_all",
+    )
+    assert choice["candidates"]["all_to_all"] is None and "auto" not in choice["candidates"]
+    assert choice["candidates"]["local"] == found["local"][1]
     assert "peer access" not in found  # there are no GPUs
     if find_spec("triton") is not None:  # (1 + 2) * 4096 rows of 4 KiB are 48 MiB, and there is more than rows
         status, detail = found["symmetric"]
@@ -82,11 +97,13 @@ def test_two_ranks_reach_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    install(tmp_path, monkeypatch, "KeyError('no such port')")
-    ((name, (status, detail)),) = findings_of_ranks().items()
+    install(tmp_path, monkeypatch, shut="SystemExit('no such port')")
+    reached = look_at_ranks(2)
+    ((name, (status, detail)),) = by_name(reached).items()
     assert (name, status) == ("all", "broken")
+    assert reached is not None and reached.choice["chosen"] is None and reached.choice["candidates"] == {}
     # Which of them are through before the first has ended the others is a matter of luck.
-    assert re.fullmatch(r"failed on rank (0|1|0, 1) of 2: KeyError: 'no such port'", detail)
+    assert re.fullmatch(r"failed on rank (0|1|0, 1) of 2: SystemExit: no such port", detail)
 
 
 def test_a_refusal_is_told_where_it_comes_from():
@@ -119,13 +136,13 @@ def test_ranks_of_torchrun_report_once():
     assert second == ""
     record: dict[str, Any] = json.loads(first)
     assert {"machine", "versions", "commit", "command"} <= record.keys()
-    assert record["backends"]["chosen"] == "local"
+    assert (record["backends"]["chosen"], record["backends"]["sample"].split(",")[0]) == ("all_to_all", "2 ranks")
     findings = {(each["area"], each["name"]): each["status"] for each in record["findings"]}
     assert findings["ranks", "all_to_all"] == findings["communication", "Gloo"] == "ok"
 
 
 WRONG = {
-    "--ranks must be at least 2, got 1": (["--ranks", "1"], {}),
+    "--ranks must be at least 2, got 1: leave it out for one rank": (["--ranks", "1"], {}),
     "--ranks 3 differs from torchrun's 2 ranks: leave --ranks out": (
         ["--ranks", "3"],
         {"RANK": "0", "WORLD_SIZE": "2"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from crossdock.bench.timing import Spread
 from crossdock.bench.train_step import StepRun, cases_of, run_case
 from crossdock.bench.train_step_model import SIZES
 from crossdock.cli.bench.plan import Place
-from crossdock.cli.bench.train_step import Measured, Pair, _table
+from crossdock.cli.bench.train_step import _OPTIONS
+from crossdock.cli.bench.train_step_report import Measured, Pair, remarks_of, table_of, title_of
 from tests.cli.commands import crossdock, typed
 from tests.conftest import Ranks
 
@@ -47,6 +49,13 @@ def test_both_routings_with_a_record(tmp_path: Path):
             assert way["device_idle_pct"] is None
 
 
+def test_rows_that_do_not_fit_are_one_sentence():
+    done = crossdock("bench", "train-step", *QUICK, "--routing", "dynamic", "--runs", "1", "--factor", "0.1")
+    assert (done.exit_code, done.stdout) == (1, "")
+    said = [line for line in done.stderr.splitlines() if not re.match(r"crossdock bench train-step: \d of \d: ", line)]
+    assert len(said) == 1 and re.search("row_capacity calibrated.* raise its factor to at least ", said[0])
+
+
 def test_a_factor_is_not_for_static_routing():
     said = "crossdock bench train-step: --factor 7 does not apply to static routing, whose number of rows is known"
     for routings, lines in ((["dynamic"], 0), (["dynamic", "static"], 1)):
@@ -64,12 +73,46 @@ def test_a_table_tells_what_still_waits():
         host_reads_per_step=0.0, device_busy_ms=3.0, rows_per_layer=8, bytes_per_layer=64, losses=(1, 2),
     )  # fmt: skip
     pair = Pair(*(Measured(case, (run,)) for case in cases_of(sizes, "dynamic", "symmetric", 1.5, 2)))
-    free, waits = (_table(sizes, place, pair, experts_wait=waits) for waits in (False, True))
-    assert (free.columns[2].header, free.caption) == ("sync-free", "losses of all steps: the same bits")
-    assert waits.columns[2].header == "fixed rows"
-    assert str(waits.caption).endswith(
-        "\nexperts of float32 in these widths read counts on the host here: both columns wait"
+    assert [table_of(pair, experts_wait=waits).columns[2].header for waits in (False, True)] == [
+        "sync-free",
+        "fixed rows",
+    ]
+    same = "losses of all steps: the same bits"
+    waits = "experts of float32 in these widths read counts on the host here: both columns wait"
+    assert [remarks_of(pair, experts_wait=waits) for waits in (False, True)] == [[same], [same, waits]]
+    assert title_of(sizes, place, pair).startswith(
+        "dynamic routing, symmetric, 2 cuda ranks: 1 layer of 16 x 8 experts"
     )
+    assert "device idle" in list(table_of(pair, experts_wait=False).columns[0].cells)
+
+
+def test_a_gain_that_noise_could_be_is_none():
+    def way(*medians_ms: float) -> Measured:
+        runs = (
+            StepRun(
+                step_ms=Spread(ms, ms, ms), tokens_per_s=1e3 / ms, dispatch_host_us=Spread(9.0, 9.0, 9.0),
+                host_reads_per_step=0.0, device_busy_ms=None, rows_per_layer=8, bytes_per_layer=64, losses=(1, 2),
+            )
+            for ms in medians_ms
+        )  # fmt: skip
+        return Measured(cases_of(SIZES_HERE, "dynamic", "symmetric", 1.5, 2)[0], tuple(runs))
+
+    assert Pair(way(40.0, 56.4), way(52.0, 67.0)).gain("step_ms") is None  # 41 % apart, and 23 % between the ways
+    assert Pair(way(6.0), way(4.0)).gain("step_ms") == 1.5  # one run: nothing is known of noise
+    clear = Pair(way(6.0, 6.3), way(4.0, 4.2))
+    assert clear.gain("step_ms") == pytest.approx(1.5) and clear.gain("dispatch_host_us") is None
+    table = table_of(clear, experts_wait=False)
+    assert list(table.columns[3].cells) == ["", "1.50 x", "within noise", "+50.0 %", "", ""]
+    assert "device idle" not in list(table.columns[0].cells)  # nothing is known of it on a CPU
+
+
+def test_help_tells_the_defaults():
+    told = crossdock("bench", "train-step", "--help", COLUMNS="200").stdout.splitlines()
+    for name, option in _OPTIONS.items() | {("dtype", "--dtype")}:
+        gpu, cpu = (getattr(SIZES[device], name) for device in ("cuda", "cpu"))
+        default = f" Default: {gpu}." if gpu == cpu else f" Default: {gpu}, on a CPU {cpu}."
+        assert any(f" {option} " in line and default in line for line in told), option
+    assert any("number of tokens, which is declared." in line for line in told)  # lines are filled
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -24,14 +24,14 @@ from tests.cli.commands import crossdock, finished, typed
 
 @pytest.mark.parametrize(("backend", "ranks"), [("local", 1), ("loopback", 2), ("all_to_all", 2)])
 def test_a_part_of_the_suite(backend: str, ranks: int, tmp_path: Path):
+    where = f"{ranks} cpu rank{'s' * (ranks > 1)}"
     record = tmp_path / "verify.json"
     arguments = ("--backend", backend, "--ranks", str(ranks), "--only", "skewed", "--json", str(record))
-    done = crossdock("verify", *arguments, COLUMNS="200")
+    done = crossdock(
+        "verify", *arguments, COLUMNS="60"
+    )  # of the table; sentences stay whole where there is no terminal
     assert done.exit_code == 0, done.output
-    assert (
-        f"{backend} on {ranks} cpu ranks conforms as far as --only goes: 20 checks passed, 0 skipped, 0 failed"
-        in done.stdout
-    )
+    assert f"{backend} on {where} conforms as far as --only goes: 20 checks passed, 0 skipped, 0 failed" in done.stdout
     assert "gradients" in done.stdout
     written = json.loads(record.read_text())
     assert (written["backend"], written["ranks"], written["all_passed"]) == (backend, ranks, True)
@@ -90,6 +90,16 @@ def test_a_pipe_is_told_at_once_that_something_is_done():
     assert running.returncode == 0 and all(line.startswith("crossdock verify: ") for line in rest.splitlines()), rest
     assert re.fullmatch(r"crossdock verify: \d+ cells on 2 cpu ranks\n", first)
     assert "conforms" in table and "verify:" not in table
+
+
+def test_a_whole_part_of_the_description_is_meant_before_any_text():
+    def cells(only: str) -> set[str]:
+        return {str(cell) for cell in make_plan("loopback", 2, "cpu", False, 1, False, only, None).cells}
+
+    half = cells("float16")
+    assert half and all(", float16, " in cell for cell in half)
+    assert cells("float16, ") == half and cells("bfloat16").isdisjoint(half)
+    assert cells("oat16") == half | cells("bfloat16")  # no part, but text of some
 
 
 def test_lines_say_how_far_it_is(capsys: pytest.CaptureFixture[str]):

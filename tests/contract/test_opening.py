@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from crossdock.backends.local import LocalBackend
 from crossdock.testing import LoopbackGroup, Problem, Seat, assert_bit_equal, run_ranks
 from crossdock.testing.checks import finish
 from crossdock.testing.solving import forward, solve
+from tests.conftest import Ranks
 from tests.contract.conftest import BACKENDS, On, every_backend
 from tests.contract.trials import checked, make_config, problem, random_ids, refused
 
@@ -144,6 +146,7 @@ def test_what_is_opened_in_inference_mode_serves_outside(on: On, backend: str, e
 
 WITHOUT_TRITON = """
 import sys
+import time
 from functools import partial
 sys.modules["triton"] = None
 import torch, crossdock as cd
@@ -219,3 +222,16 @@ def test_a_device_that_is_none_is_refused():
         for ask in (partial(cd.TokenDispatcher, config), partial(cd.explain, config)):
             with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
                 ask(device=device)
+
+
+def _open_and_close(rank: int) -> int:
+    for number in range(60):
+        time.sleep(0.002 * (number % 5) * (rank == number % 4))
+        cd.TokenDispatcher(make_config(4, 2), backend="all_to_all").close()
+    return rank
+
+
+@pytest.mark.full
+def test_who_closes_at_once_disturbs_nobody_who_still_connects(ranks: Ranks):
+    """Two runs in three failed where ranks did not meet once they had connected."""
+    assert ranks(4).run(_open_and_close, timeout_s=60.0) == [0, 1, 2, 3]

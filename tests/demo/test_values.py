@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +43,14 @@ def test_wrong_values(tmp_path: Path):
     assert refused("--out", str(file)) == f"--out {file} is a file, it must be a folder"
     assert "is in a folder that does not exist" in refused(*out, "--json", str(tmp_path / "no" / "report.json"))
     assert not (tmp_path / "out").exists()
+
+
+def test_packages_that_are_missing_are_told_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("crossdock.cli.extras.find_spec", lambda name: None)
+    for module in ("crossdock.cli.demo.conduct", "safetensors"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it would fail
+    sentence = "matplotlib and safetensors must be installed: pip install matplotlib safetensors"
+    assert refused("--steps", "2") == sentence
 
 
 def test_ranks_must_divide_the_experts(monkeypatch: pytest.MonkeyPatch):

@@ -10,12 +10,13 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.testing import RankPool, RanksFailed, run_ranks, start_ranks
+from crossdock.testing import RankPool, RanksFailed, _world, run_ranks, start_ranks
 from tests.conftest import Ranks
 
 
@@ -244,9 +245,50 @@ def test_an_interrupt_ends_all_ranks(ranks: Ranks):
     assert_gone(started)
 
 
+def is_deaf_to_interrupts(rank: int) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # as the server that it is forked from
+
+
+def test_interrupts_are_the_launcher_s_alone(ranks: Ranks):
+    assert ranks(2).run(is_deaf_to_interrupts) == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["to this thread", "to another thread"])
+def test_an_interrupt_of_a_start_comes_at_its_end(elsewhere: bool):
+    started, handler = [], signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(int).result()  # its thread is there before anything is held back
+        with pytest.raises(KeyboardInterrupt), _world._interrupts_held_back():
+            if elsewhere:
+                other.submit(signal.raise_signal, signal.SIGINT).result()
+            else:
+                signal.raise_signal(signal.SIGINT)
+            started.append(True)
+    assert started and signal.getsignal(signal.SIGINT) is handler
+
+
 def test_a_function_that_cannot_be_found_is_refused(ranks: Ranks):
     with pytest.raises(ValueError, match="a function of a module"):
         ranks(2).run(lambda rank: rank)
+
+
+def test_what_no_rank_can_import_is_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch):
+    prompt = ModuleType("__main__")
+    exec("def typed(rank): pass\nclass Typed: pass", vars(prompt))
+    monkeypatch.setitem(sys.modules, "__main__", prompt)
+    for name, ask in (
+        ("typed", lambda: run_ranks(prompt.typed, 2)),
+        ("typed", lambda: start_ranks(prompt.typed, 2)),
+        ("Typed", lambda: run_ranks(pow, 2, [prompt.Typed()])),
+    ):
+        with pytest.raises(
+            ValueError, match=f"'{name}' came from a prompt, a notebook, standard input or -c, where no"
+        ):
+            ask()
+    prompt.__file__ = "<stdin>"  # as Python says of `python -`
+    with pytest.raises(ValueError, match="and this one, <stdin>, is no file: save it as one, and put what starts"):
+        run_ranks(pow, 2, 1, backend=None)
 
 
 def test_a_result_that_cannot_be_sent_is_told(ranks: Ranks):

@@ -49,8 +49,9 @@ class StepSizes:
         return dtype
 
     def __str__(self) -> str:
+        layers = "1 layer" if self.num_layers == 1 else f"{self.num_layers} layers"
         return (
-            f"{self.num_layers} layers of {self.hidden_dim} x {self.num_experts} experts, top-{self.top_k}, expert"
+            f"{layers} of {self.hidden_dim} x {self.num_experts} experts, top-{self.top_k}, expert"
             f" width {self.ffn_dim}, {self.num_tokens} tokens a rank, {self.dtype}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -16,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which fills the lines of a paragraph
     help="One token dispatcher for expert-parallel mixture-of-experts on PyTorch.",
 )
 
@@ -48,6 +50,8 @@ app.command("doctor")(doctor.doctor)
 
 def main() -> None:
     """Run the command that was typed; where nobody takes what it prints, a sentence says so."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not closed; what its encoding lacks, as of a path, is written out
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()

@@ -6,11 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from .extras import installed_by
 from .finding import Finding
+
+if TYPE_CHECKING:
+    from crossdock import Explanation
 
 # module -> what it is for; imported in a process of their own, since a broken one may raise anything, or crash.
 _OPTIONAL = {
@@ -33,33 +37,32 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what is usable on this machine, and why the rest is not. Exits with 2 if a value cannot work."""
-    from rich.console import Console
-
     from crossdock.errors import ConfigError
 
+    from .output import print_prose, stdout_console
     from .reach import look_at_ranks
 
     try:
-        of_ranks = look_at_ranks(ranks)
+        reached = look_at_ranks(ranks)
     except ConfigError as refused:
         print(f"crossdock doctor: {refused}", file=sys.stderr)
         raise typer.Exit(2) from None
-    if of_ranks is None:  # under torchrun another rank reports
+    if reached is not None and not reached.reports:  # under torchrun another rank does
         return
-    findings = [*examine(), *of_ranks]
-    choice = _explain_sample()
+    findings = [*examine(), *(reached.findings if reached else ())]
     if json:
-        print(_as_json(findings, choice))
+        print(_as_json(findings, reached.choice if reached else _explain_sample().as_dict()))
         return
-    console = Console()
+    console = stdout_console()
     console.print(_table(findings))
-    if of_ranks:  # they have opened every backend
+    if reached:  # they have opened every backend
         return
-    console.print(f"\nbackends for {choice['sample']}", highlight=False)
-    console.print(choice["table"], highlight=False, markup=False)
-    console.print(
+    sample = _explain_sample()
+    print_prose(console, f"\nbackends for {sample.words}")
+    print_prose(console, str(sample.explanation))
+    print_prose(
+        console,
         "For several ranks: crossdock doctor --ranks N, or print(crossdock.explain(config, group)) in your program.",
-        highlight=False,
     )
 
 
@@ -139,14 +142,26 @@ def _load(module: str, purpose: str) -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("packages", module, "broken", f"importing it takes over {_LOAD_TIMEOUT_S:.0f} s ({purpose})")
     if done.returncode == 3:
-        return Finding("packages", module, "absent", f"not installed ({purpose})")
+        line = installed_by(module)
+        return Finding("packages", module, "absent", f"not installed ({purpose})" + (f": {line}" if line else ""))
     if done.returncode != 0:
         last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Finding("packages", module, "broken", f"{last_line} ({purpose})")
     return Finding("packages", module, "ok", f"{done.stdout.strip().splitlines()[-1]} ({purpose})")
 
 
-def _explain_sample() -> dict[str, Any]:
+class _Sample(NamedTuple):
+    """What serves a configuration of usual sizes on one rank."""
+
+    words: str
+    explanation: Explanation
+
+    def as_dict(self) -> dict[str, Any]:
+        why_not = {candidate.name: candidate.why_not for candidate in self.explanation.candidates}
+        return {"sample": self.words, "chosen": self.explanation.chosen, "candidates": why_not}
+
+
+def _explain_sample() -> _Sample:
     import torch
 
     import crossdock
@@ -154,21 +169,14 @@ def _explain_sample() -> dict[str, Any]:
     config = crossdock.DispatcherConfig(
         num_experts=64, top_k=8, hidden_dim=2048, dtype=torch.bfloat16, num_max_tokens_per_rank=4096
     )
-    explanation = crossdock.explain(config)
-    return {
-        "sample": "one rank, 64 experts, top 8, hidden_dim 2048, bfloat16",
-        "chosen": explanation.chosen,
-        "candidates": {candidate.name: candidate.why_not for candidate in explanation.candidates},
-        "table": str(explanation),
-    }
+    return _Sample("one rank, 64 experts, top 8, hidden_dim 2048, bfloat16", crossdock.explain(config))
 
 
-def _as_json(findings: list[Finding], choice: dict[str, Any]) -> str:
+def _as_json(findings: list[Finding], backends: dict[str, Any]) -> str:
     import json
 
     from .environment import describe_run
 
-    backends = {name: value for name, value in choice.items() if name != "table"}
     return json.dumps({**describe_run(), "findings": [asdict(f) for f in findings], "backends": backends}, indent=1)
 
 

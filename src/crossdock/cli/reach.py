@@ -22,6 +22,9 @@ from .torchrun import num_ranks_here, ranks_of_torchrun
 
 _TIMEOUT_S = 20.0  # of one wait
 _MOST_S = 180.0
+_MISHAPS = Exception  # what a backend of another package may come to: it takes no other one along
+_AUTO = "auto"
+_NUM_EXPERTS, _TOP_K, _HIDDEN_DIM = 8, 8, 2048  # of a rank, of a token, of a row
 
 
 class Refusal(NamedTuple):
@@ -40,8 +43,9 @@ class Facts(NamedTuple):
         device: where its rows live.
         store_ms: how long the rendezvous store takes to answer.
         cut_off: ranks of this host whose GPU cannot be reached from this one's.
-        refused: why a dispatcher cannot be opened, by backend; None where it was.
+        refused: why a dispatcher cannot be opened, by backend and for "auto"; None where it was.
         bytes_by_backend: storage for communication of those that were opened.
+        chosen: the backend that "auto" took; None if it could not be opened.
     """
 
     host: str
@@ -50,10 +54,46 @@ class Facts(NamedTuple):
     cut_off: list[int]
     refused: dict[str, Refusal | None]
     bytes_by_backend: dict[str, int]
+    chosen: str | None = None
 
 
-def look_at_ranks(asked: int | None) -> list[Finding] | None:
-    """Start `asked` ranks, or take those of torchrun, and let them find out; None on ranks that do not report.
+class Reached(NamedTuple):
+    """What ranks have found out of each other.
+
+    Attributes:
+        reports: whether this process is the one that tells of it.
+        num_ranks: how many there are.
+        facts: by rank; empty where they failed, or do not report.
+        failure: how they failed.
+    """
+
+    reports: bool
+    num_ranks: int
+    facts: list[Facts]
+    failure: str = ""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All that there is to tell."""
+        failed = [Finding("ranks", "all", "broken", self.failure)] if self.failure else []
+        return [*failed, *(findings_of(self.facts) if self.facts else ())]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What "auto" takes on these ranks, and why others cannot serve, as plain JSON values."""
+        experts = _NUM_EXPERTS * self.num_ranks
+        sample = f"{self.num_ranks} ranks, {experts} experts, top {_TOP_K}, hidden_dim {_HIDDEN_DIM}, bfloat16"
+        chosen = {each.chosen for each in self.facts}
+        names = [name for name in self.facts[0].refused if name != _AUTO] if self.facts else []
+        return {
+            "sample": sample,
+            "chosen": chosen.pop() if len(chosen) == 1 else None,
+            "candidates": {name: why[1] if (why := _refusal_of(self.facts, name)) else None for name in names},
+        }
+
+
+def look_at_ranks(asked: int | None) -> Reached | None:
+    """Start `asked` ranks, or take those of torchrun, and let them find out; None where there is nothing to start.
 
     Raises:
         ConfigError: a number of ranks that cannot work.
@@ -61,9 +101,9 @@ def look_at_ranks(asked: int | None) -> list[Finding] | None:
     by_torchrun = ranks_of_torchrun(asked)
     num_ranks = by_torchrun if by_torchrun is not None else asked
     if num_ranks is None:
-        return []
+        return None
     if num_ranks < 2:
-        raise ConfigError(f"--ranks must be at least 2, got {num_ranks}")
+        raise ConfigError(f"--ranks must be at least 2, got {num_ranks}: leave it out for one rank")
     device_type = "cuda" if torch.cuda.device_count() >= num_ranks_here(num_ranks) else "cpu"
     try:
         if by_torchrun is None:
@@ -73,8 +113,8 @@ def look_at_ranks(asked: int | None) -> list[Finding] | None:
             facts = _of_torchrun(device_type)
     except RanksFailed as failure:
         first, *_, last = str(failure).strip().splitlines()
-        return [Finding("ranks", "all", "broken", f"{first}: {last}")]
-    return list(findings_of(facts)) if facts else None
+        return Reached(True, num_ranks, [], f"{first}: {last}")
+    return Reached(bool(facts), num_ranks, facts)
 
 
 def _of_torchrun(device_type: str) -> list[Facts]:
@@ -97,7 +137,7 @@ def _find_out(rank: int, device_type: str) -> Facts:
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, (host, device.index))
-    refused, bytes_by_backend = _open_each(device)
+    refused, bytes_by_backend, chosen = _open_each(device)
     cut_off = [
         peer
         for peer, (there, index) in enumerate(places)
@@ -105,7 +145,7 @@ def _find_out(rank: int, device_type: str) -> Facts:
         and index not in (None, device.index)
         and not torch.cuda.can_device_access_peer(device, torch.device("cuda", index))
     ]
-    return Facts(host, str(device), _time_store(rank), cut_off, refused, bytes_by_backend)
+    return Facts(host, str(device), _time_store(rank), cut_off, refused, bytes_by_backend, chosen)
 
 
 def _time_store(rank: int) -> float:
@@ -116,26 +156,51 @@ def _time_store(rank: int) -> float:
     return (time.monotonic() - start) * 1e3
 
 
-def _open_each(device: torch.device) -> tuple[dict[str, Refusal | None], dict[str, int]]:
+def _open_each(device: torch.device) -> tuple[dict[str, Refusal | None], dict[str, int], str | None]:
+    """Why not and how large, by name, and what "auto" took."""
     config = crossdock.DispatcherConfig(
-        num_experts=8 * dist.get_world_size(),
-        top_k=8,
-        hidden_dim=2048,
+        num_experts=_NUM_EXPERTS * dist.get_world_size(),
+        top_k=_TOP_K,
+        hidden_dim=_HIDDEN_DIM,
         dtype=torch.bfloat16,
         num_max_tokens_per_rank=4096,
         timeout_s=_TIMEOUT_S,
     )
-    refused: dict[str, Refusal | None] = {}
-    bytes_by_backend = {}
-    for candidate in crossdock.explain(config, device=device).candidates:
-        refused[candidate.name] = None if candidate.why_not is None else Refusal(False, False, candidate.why_not)
-        if candidate.why_not is None:
-            try:
-                with crossdock.TokenDispatcher(config, None, candidate.name, device=device) as dispatcher:
-                    bytes_by_backend[candidate.name] = dispatcher.workspace_bytes
-            except (CrossdockError, OSError, RuntimeError) as error:
-                refused[candidate.name] = Refusal(isinstance(error, PeerTimeout), True, str(error))
-    return refused, bytes_by_backend
+    mine = {candidate.name: candidate.why_not for candidate in crossdock.explain(config, device=device).candidates}
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, mine)
+    names = dict.fromkeys(name for each in by_rank for name in each)
+    refused: dict[str, Refusal | None] = {
+        name: None if why_not is None else Refusal(False, False, why_not)
+        for name in names
+        for why_not in [mine.get(name, "it is not installed there")]
+    }
+    usable = [name for name in names if all(each.get(name, "") is None for each in by_rank)]
+    bytes_by_backend, chosen = {}, None
+    for name in [*usable, _AUTO]:
+        refused[name], opened = _open(config, name, device)
+        if opened is not None:
+            bytes_by_backend[name] = opened[1]
+            chosen = opened[0] if name == _AUTO else None
+    return refused, bytes_by_backend, chosen
+
+
+def _open(
+    config: crossdock.DispatcherConfig, name: str, device: torch.device
+) -> tuple[Refusal | None, tuple[str, int] | None]:
+    """Why a dispatcher cannot be opened; else its backend, and bytes of its storage. Collective."""
+    met = False
+    try:
+        with crossdock.TokenDispatcher(config, None, name, device=device) as dispatcher:
+            met = True
+            dist.barrier()  # nobody closes it while another rank still connects
+            return None, (dispatcher.backend_name, dispatcher.workspace_bytes)
+    except _MISHAPS as error:
+        if not met:
+            dist.barrier()
+        own = isinstance(error, CrossdockError | OSError | RuntimeError)
+        reason = str(error) if own else f"{type(error).__name__}: {error}"
+        return Refusal(isinstance(error, PeerTimeout), True, reason), None
 
 
 def findings_of(facts: list[Facts]) -> Iterator[Finding]:
@@ -154,14 +219,21 @@ def findings_of(facts: list[Facts]) -> Iterator[Finding]:
     yield from _of_backends(facts)
 
 
+def _refusal_of(facts: list[Facts], name: str) -> tuple[Refusal, str] | None:
+    """Why a backend cannot serve, and that in words: of the first rank with a reason of its own; None if it can."""
+    refusals = [(refusal, rank) for rank, each in enumerate(facts) if (refusal := each.refused.get(name)) is not None]
+    if not refusals:
+        return None
+    refusal, rank = min(refusals, key=lambda each: (each[0].is_echo, each[1]))
+    return refusal, f"on rank {rank}: {refusal.reason}"
+
+
 def _of_backends(facts: list[Facts]) -> Iterator[Finding]:
     for name in facts[0].refused:
-        refusals = [(refusal, rank) for rank, each in enumerate(facts) if (refusal := each.refused[name]) is not None]
-        if not refusals:
-            opened = (
-                f"opened on {len(facts)} ranks, {facts[0].bytes_by_backend[name] / 2**20:.0f} MiB of storage a rank"
-            )
-            yield Finding("ranks", name, "ok", opened)
-            continue
-        refusal, rank = min(refusals, key=lambda each: (each[0].is_echo, each[1]))
-        yield Finding("ranks", name, "broken" if refusal.is_tried else "absent", f"on rank {rank}: {refusal.reason}")
+        if why := _refusal_of(facts, name):
+            yield Finding("ranks", name, "broken" if why[0].is_tried else "absent", why[1])
+        elif name == _AUTO:
+            yield Finding("ranks", name, "ok", f"takes {facts[0].chosen} on these ranks")
+        else:
+            storage = f"{facts[0].bytes_by_backend[name] / 2**20:.0f} MiB of storage a rank"
+            yield Finding("ranks", name, "ok", f"opened on {len(facts)} ranks, {storage}")

@@ -34,7 +34,9 @@ class OwnGloo:
         limit = timedelta(seconds=timeout_s)
 
         def connect() -> Any:  # its stubs lack the collectives
-            return dist.ProcessGroupGloo(store, members.rank, members.size, limit)
+            group: Any = dist.ProcessGroupGloo(store, members.rank, members.size, limit)
+            group.barrier().wait()  # who closes at once must not take the connection from one that still connects
+            return group
 
         try:
             self.group: Any = within(timeout_s + _CONNECT_MARGIN_S, connect)

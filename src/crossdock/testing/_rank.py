@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -86,15 +88,41 @@ def call_message(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ValueError: if the function cannot be found by name, or an argument cannot be sent.
     """
     try:
-        return pickle.dumps((list(sys.path), pickle.dumps(warnings.filters), dumps((fn, args))))
+        call = dumps((fn, args), _Pickler if _can_import_main() else _PicklerOfImported)
+        return pickle.dumps((list(sys.path), pickle.dumps(warnings.filters), call))
     except (pickle.PicklingError, AttributeError, TypeError) as fault:
         raise ValueError(f"a rank needs a function of a module, and arguments that pickle: {fault}") from fault
 
 
-def dumps(value: Any) -> bytes:
+def refuse_unreadable_main() -> None:
+    """Refuse a program that came from standard input: every rank would look for a file of that name.
+
+    Raises:
+        ValueError: it did.
+    """
+    file = _file_of_main()
+    if file is not None and not _can_import_main():
+        raise ValueError(
+            f"ranks import the program that starts them, and this one, {file}, is no file: save it as one, and put what"
+            ' starts ranks under `if __name__ == "__main__":`'
+        )
+
+
+def _file_of_main() -> str | None:
+    """The file that ranks would run to have the program's functions; None where there is none, as at a prompt."""
+    return getattr(sys.modules["__main__"], "__file__", None)
+
+
+def _can_import_main() -> bool:
+    """Whether ranks have the functions of the program that starts them: of a module or of a file."""
+    file = _file_of_main()
+    return getattr(sys.modules["__main__"], "__spec__", None) is not None or (file is not None and Path(file).exists())
+
+
+def dumps(value: Any, pickler: type[pickle.Pickler] | None = None) -> bytes:
     """Pickle a value; tensors in it go as plain bits and come back detached, contiguous and on the CPU."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
+    (pickler or _Pickler)(buffer, protocol=5).dump(value)
     return buffer.getvalue()
 
 
@@ -106,6 +134,18 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return _tensor, (value.dtype, tuple(value.shape), bits.numpy())
+
+
+class _PicklerOfImported(_Pickler):
+    """Refuses functions and classes of a program that is no file."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+            raise pickle.PicklingError(
+                f"{value.__qualname__!r} came from a prompt, a notebook, standard input or -c, where no rank can import"
+                " it: write it into a file and import it from there"
+            )
+        return super().reducer_override(value)
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], bits: Any) -> torch.Tensor:

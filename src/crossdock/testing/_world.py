@@ -11,9 +11,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._rank import HOST, Answer, WorldSetup, call_message, connect_store, rank_main
+from ._rank import HOST, Answer, WorldSetup, call_message, connect_store, rank_main, refuse_unreadable_main
 
 _GRACE_S = 2.0  # for the others, once a rank has not come up
 _START_S = 60.0  # importing torch from a cold disk is most of it
@@ -82,6 +85,7 @@ class World:
         """Start the ranks and wait until each has joined or failed to; the results of that are in `joined`."""
         if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank that imports the user's script
             os._exit(_UNGUARDED)
+        refuse_unreadable_main()
         self.setup = setup
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
@@ -186,8 +190,9 @@ class World:
                 name=f"rank {rank}",
                 daemon=True,
             )
-            process.start()
-        self._processes.append(process)
+            with _interrupts_held_back():
+                process.start()
+                self._processes.append(process)
 
     def _receive(self, rank: int) -> RankResult:
         try:
@@ -224,6 +229,29 @@ class World:
     def _stacks_text(self, rank: int) -> str:
         path = self._stacks_path(rank)
         return path.read_text() if path.exists() else ""
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C come at the end of the `with`, and to nobody who is started in it: it is the launcher's.
+
+    A fork server that still imports what it shall have, and a rank that is not yet one, would tell of it in tracebacks.
+    A launcher that left in the middle of a start would not know whom to end.
+    """
+    resource_tracker.ensure_running()  # it would take the block away where it has to be started
+    held: list[int] = []
+    # Only the main thread is interrupted, also by a signal that the system gives to another one.
+    is_main = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None
+    handler = signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if is_main else None
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+            if held:
+                signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ._rank import WorldSetup
+from ._rank import WorldSetup, call_message
 from ._world import RankResult, World
 
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ def run_ranks(
 
     Raises:
         RanksFailed: if a rank raised, died, or has not answered in time.
-        ValueError: if `fn` or an argument cannot be sent.
+        ValueError: if `fn` or an argument cannot be sent, or the program that calls it came from standard input.
 
     Example:
         >>> run_ranks(pow, 3, 2, backend=None)  # pow(rank, 2)
@@ -118,6 +118,7 @@ class RankPool:
             raise RuntimeError("this pool of ranks is running a call of another thread")
         try:
             if self._world is None:
+                call_message(fn, args)  # what cannot be sent costs no start
                 self._world = _joined_world(self._setup)
             if self._closed:  # perhaps while the ranks were starting
                 raise RuntimeError("this pool of ranks is closed")
@@ -220,10 +221,11 @@ def start_ranks(
 
     Raises:
         RanksFailed: if the ranks did not come together.
-        ValueError: if `fn` or an argument cannot be sent, or `store_rank` is no rank.
+        ValueError: as `run_ranks`, or `store_rank` is no rank.
     """
     if store_rank is not None and not 0 <= store_rank < num_ranks:
         raise ValueError(f"store_rank must be in [0, {num_ranks}), got {store_rank}")
+    call_message(fn, args)  # what cannot be sent costs no start
     world = _joined_world(
         WorldSetup(
             num_ranks=num_ranks,

@@ -54,7 +54,8 @@ class Workload:
         return f"{self.hidden_dim} x {self.num_experts} experts, top-{self.top_k}, {dtype}, {self.routing}"
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.num_tokens} tokens a rank x {self.shape}"
+        tokens = "1 token" if self.num_tokens == 1 else f"{self.num_tokens} tokens"
+        return f"{self.name}: {tokens} a rank x {self.shape}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

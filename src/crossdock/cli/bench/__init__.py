@@ -10,10 +10,10 @@ import typer
 
 from .train_step import train_step
 
-_WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
+_FAILED, _INTERRUPTED = 1, 130
 
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown")
 app.command("train-step")(train_step)
 
 
@@ -63,7 +63,9 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from crossdock.errors import CrossdockError
+    from crossdock.testing import RanksFailed
 
+    from ..failures import exit_code_of, sentence_of
     from .plan import make_plan
     from .report import report
     from .run import Stopped, run
@@ -96,9 +98,9 @@ def bench(
     except Stopped as stopped:
         print(f"crossdock bench: {stopped}", file=sys.stderr)
         raise typer.Exit(_FAILED) from None
-    except CrossdockError as refused:
-        print(f"crossdock bench: {refused}", file=sys.stderr)
-        raise typer.Exit(_WRONG_VALUE) from None
+    except (CrossdockError, RanksFailed) as failure:
+        print(f"crossdock bench: {sentence_of(failure)}", file=sys.stderr)
+        raise typer.Exit(exit_code_of(failure)) from None
     if finished is None:  # under torchrun another rank reports
         return
     written = report(plan, finished)

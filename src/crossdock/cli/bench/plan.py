@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +11,11 @@ import torch
 from crossdock.bench.movements.capacities import CapacityChoice
 from crossdock.bench.movements.cells import Effort
 from crossdock.errors import ConfigError
+from crossdock.testing import traits_of
 from crossdock.types import Reduction
 
+from ..extras import why_not_installed
+from ..output import counted
 from ..paths import why_not_written
 from ..torchrun import num_ranks_here, ranks_of_torchrun
 from .sizes import Job, Options, jobs_of
@@ -27,6 +29,11 @@ class Place(NamedTuple):
     device_type: str
     num_ranks: int
     torchrun: bool
+
+    @property
+    def words(self) -> str:
+        """As in `2 cpu ranks`."""
+        return counted(self.num_ranks, f"{self.device_type} rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +76,22 @@ def make_plan(options: Options) -> Plan:
 
     Raises:
         ConfigError: a value that cannot work, in one sentence.
+        BackendUnavailable: a backend that cannot be loaded.
     """
     device_type, num_ranks, torchrun = place_of(options.device, options.ranks)
     repeats = _REPEATS[device_type] if options.repeats is None else options.repeats
-    for name, value in (("--repeats", repeats), ("--runs", options.runs), ("--num-sms", options.num_sms or 1)):
-        if value < 1:
+    for name, value in (("--repeats", repeats), ("--runs", options.runs), ("--num-sms", options.num_sms)):
+        if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     for name, path in (("--json", options.json), ("--plot", options.plot)):
         if trouble := why_not_written(name, path):
             raise ConfigError(trouble)
     if options.plot is not None and options.plot.suffix != ".png":
         raise ConfigError(f"--plot {options.plot} must end in .png")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'crossdock[demo]'")
+    if options.plot is not None and (trouble := why_not_installed("matplotlib")):
+        raise ConfigError(f"of --plot: {trouble}")
+    for backend in options.backends:
+        traits_of(backend)
     return Plan(
         backends=options.backends,
         num_ranks=num_ranks,

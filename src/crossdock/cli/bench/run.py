@@ -22,6 +22,7 @@ from crossdock.bench.movements.workloads import Workload
 from crossdock.errors import ConfigError, CrossdockError
 from crossdock.testing import RankPool, RanksFailed
 
+from ..failures import WRONG_VALUE, exit_code_of, sentence_of
 from ..progress import Stages, stages
 from .plan import Place, Plan
 from .sizes import Job
@@ -29,7 +30,6 @@ from .sizes import Job
 Result = TypeVar("Result")
 
 _CELL_TIMEOUT_S = 300.0
-_REFUSALS = {"BackendUnavailable", "ConfigError", "InvalidInput"}
 
 
 class Stopped(RuntimeError):
@@ -114,7 +114,7 @@ def _measure_one(plan: Plan, ranks: Ranks, workload: Workload, contender: Conten
         wrongs = [result for result in failed if result.error_type == WrongResult.__name__]
         if wrongs:
             raise Stopped(f"{who} is wrong and was not timed: {wrongs[0].message}") from None
-        finished.failed[who] = str(failure)
+        finished.failed[who] = sentence_of(failure)
 
 
 def ranks_at(place: Place) -> AbstractContextManager[tuple[Ranks, bool]]:
@@ -130,9 +130,8 @@ def _started_ranks(place: Place) -> Iterator[tuple[Ranks, bool]]:
             try:
                 return pool.run(fn, *args, timeout_s=_CELL_TIMEOUT_S)[0]
             except RanksFailed as failure:
-                failed = [result for result in failure.results if not result.ok]
-                if all(result.error_type in _REFUSALS for result in failed):
-                    raise ConfigError(failed[0].message) from None
+                if exit_code_of(failure) == WRONG_VALUE:
+                    raise ConfigError(sentence_of(failure)) from None
                 raise
 
         yield call, True

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from crossdock import DispatcherConfig
 from crossdock.bench.bars import NUM_SMS
 from crossdock.bench.movements.workloads import DEFAULT_NAMES, NAMED, ROUTINGS, SWEEPS, Workload
 from crossdock.errors import ConfigError
 from crossdock.types import SUPPORTED_DTYPES
+
+from ..output import counted
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SUPPORTED_DTYPES}
 
@@ -59,12 +62,25 @@ def jobs_of(options: Options, device_type: str, num_ranks: int) -> tuple[Job, ..
     for workload in workloads:
         if workload.num_experts % num_ranks:
             raise ConfigError(
-                f"the {workload.num_experts} experts of {workload.name} do not divide over {num_ranks} ranks"
+                f"the {workload.num_experts} experts of {workload.name} do not divide over {counted(num_ranks, 'rank')}"
             )
+        _refuse(workload, options.num_sms)
     jobs = [Job(workload, options.num_sms) for workload in workloads]
     if options.bars and device_type == "cuda" and NAMED["train"] in workloads:
         jobs += [Job(NAMED["train"], NUM_SMS), Job(replace(NAMED["train"], routing="zipf"), options.num_sms)]
     return tuple(dict.fromkeys(jobs))
+
+
+def _refuse(workload: Workload, num_sms: int | None) -> None:
+    """Sizes that no dispatcher can be configured with, before anything is started."""
+    DispatcherConfig(
+        num_experts=workload.num_experts,
+        top_k=workload.top_k,
+        hidden_dim=workload.hidden_dim,
+        dtype=workload.dtype,
+        num_max_tokens_per_rank=workload.num_tokens,
+        num_sms=num_sms,
+    )
 
 
 def _routings(options: Options) -> Any:

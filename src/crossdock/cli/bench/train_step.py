@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-import json as json_module
-import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from .train_step_report import COMMAND, Measured, Pair, Steps, report
 
-    from crossdock.bench.train_step import StepCase, StepRun
+if TYPE_CHECKING:
+    from crossdock.bench.train_step import StepRun
     from crossdock.bench.train_step_model import RoutingKind, StepSizes
 
     from ..progress import Stages
     from .plan import Place
     from .run import Ranks
 
-_WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
+_FAILED, _INTERRUPTED = 1, 130
 _STEPS = {"cuda": 20, "cpu": 8}
 _FACTOR = 1.5
-_COMMAND = "bench train-step"
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROUTINGS: tuple[RoutingKind, ...] = ("dynamic", "static")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One way of a routing: its runs, one after the other, each from the same beginning."""
-
-    case: StepCase
-    runs: tuple[StepRun, ...]
-
-    def middle(self, name: str) -> float:
-        """Of the runs' medians of a `Spread`."""
-        return statistics.median(self._medians(name))
-
-    def noise_pct(self, name: str) -> float | None:
-        """How far the runs' medians lie apart; None of one run."""
-        from crossdock.bench.timing import apart_pct
-
-        return apart_pct(self._medians(name))
-
-    def _medians(self, name: str) -> list[float]:
-        return [getattr(run, name).median for run in self.runs]
-
-    @property
-    def idle_pct(self) -> float | None:
-        """Of the device, the mean of the runs; None on a CPU."""
-        found = [run.device_idle_pct for run in self.runs if run.device_idle_pct is not None]
-        return statistics.mean(found) if found else None
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Both ways of one routing."""
-
-    waiting: Measured
-    free: Measured
-
-    @property
-    def same_bits(self) -> bool:
-        """Whether all losses of all runs are the same."""
-        return len({run.losses for run in (*self.waiting.runs, *self.free.runs)}) == 1
 
 
 def train_step(
@@ -81,13 +37,19 @@ def train_step(
     factor: Annotated[
         float | None, typer.Option(help=f"Of row_capacity calibrated, under dynamic routing. Default: {_FACTOR}.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks of the model.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a rank.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Elements of a token.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts of a layer, over all ranks.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts of a token.")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Elements of an expert's inner row.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks of the model. Default: 4.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a rank. Default: 2048, on a CPU 128.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Elements of a token. Default: 2048, on a CPU 64.")] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of a layer, over all ranks. Default: 64, on a CPU 8.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token. Default: 8, on a CPU 2.")] = None,
+    ffn: Annotated[
+        int | None, typer.Option(help="Elements of an expert's inner row. Default: 1408, on a CPU 64.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32. Default: bfloat16, on a CPU float32.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of a run that are timed. Default: 20, on a CPU 8.")] = None,
     runs: Annotated[int, typer.Option(help="Runs of everything; how far they differ is noise.")] = 2,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine to this file.")] = None,
@@ -101,39 +63,52 @@ def train_step(
     from crossdock.errors import CrossdockError
     from crossdock.testing import RanksFailed
 
-    from ..paths import write_record
-    from ..progress import stages
-    from .plan import place_of
-    from .run import ranks_at
+    from ..failures import exit_code_of, sentence_of
 
     own = {"num_layers": layers, "num_tokens": tokens, "hidden_dim": hidden, "num_experts": experts, "top_k": top_k,
            "ffn_dim": ffn, "dtype": dtype}  # fmt: skip
-    dynamic_factor = _FACTOR if factor is None else factor
     try:
-        place = place_of(device, ranks)
-        sizes, routings = _checked(own, routing, dynamic_factor, steps, runs, json, place)
-        with ranks_at(place) as (call, reports), stages(_COMMAND, reports) as told:
-            told.expect(2 * runs * len(routings))
-            chosen, experts_wait = call(_backend, sizes, backend), call(_experts_wait, sizes, place.device_type)
-            if reports and factor is not None and "static" in routings:
-                _say(f"--factor {factor:g} does not apply to static routing, whose number of rows is known beforehand")
-            start, pairs = time.monotonic(), []
-            for each in routings:
-                pairs.append(_measure(call, told, sizes, each, chosen, dynamic_factor, place, steps, runs))
-            seconds = time.monotonic() - start
+        found = _run(own, ranks, device, backend, routing, factor, steps, runs, json)
     except KeyboardInterrupt:
         print("interrupted; all ranks have ended", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     except (CrossdockError, RanksFailed) as failure:
-        _say(str(failure))
-        raise typer.Exit(_FAILED if isinstance(failure, RanksFailed) else _WRONG_VALUE) from None
-    written = True
-    for pair in pairs if reports else ():
-        _print(_table(sizes, place, pair, experts_wait))
-    if reports and json is not None:
-        content = json_module.dumps(_as_dict(sizes, place, pairs, seconds), indent=1) + "\n"
-        written = write_record(_COMMAND, "--json", json, content)
-    raise typer.Exit(0 if written and all(pair.same_bits for pair in pairs) else _FAILED)
+        _say(sentence_of(failure))
+        raise typer.Exit(exit_code_of(failure)) from None
+    written = report(found, json) if found.reports else True
+    raise typer.Exit(0 if written and all(pair.same_bits for pair in found.pairs) else _FAILED)
+
+
+def _run(
+    own: dict[str, Any],
+    ranks: int | None,
+    device: str,
+    backend: str | None,
+    routing: list[str] | None,
+    factor: float | None,
+    steps: int | None,
+    runs: int,
+    json: Path | None,
+) -> Steps:
+    """Check all options, and measure."""
+    from crossdock.testing import traits_of
+
+    from ..progress import stages
+    from .plan import place_of
+    from .run import ranks_at
+
+    place, dynamic_factor = place_of(device, ranks), _FACTOR if factor is None else factor
+    if backend is not None:
+        traits_of(backend)
+    sizes, routings = _checked(own, routing, dynamic_factor, steps, runs, json, place)
+    with ranks_at(place) as (call, reports), stages(COMMAND, reports) as told:
+        told.expect(2 * runs * len(routings))
+        chosen, experts_wait = call(_backend, sizes, backend), call(_experts_wait, sizes, place.device_type)
+        if reports and factor is not None and "static" in routings:
+            _say(f"--factor {factor:g} does not apply to static routing, whose number of rows is known beforehand")
+        start = time.monotonic()
+        pairs = [_measure(call, told, sizes, each, chosen, dynamic_factor, place, steps, runs) for each in routings]
+        return Steps(sizes, place, tuple(pairs), experts_wait, time.monotonic() - start, reports)
 
 
 _OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "--hidden", "num_experts": "--experts",
@@ -143,7 +118,7 @@ _OPTIONS = {"num_layers": "--layers", "num_tokens": "--tokens", "hidden_dim": "-
 def _say(sentence: str) -> None:
     from ..progress import say
 
-    say(_COMMAND, sentence)
+    say(COMMAND, sentence)
 
 
 def _checked(
@@ -163,6 +138,7 @@ def _checked(
     from crossdock.bench.train_step_model import SIZES
     from crossdock.errors import ConfigError
 
+    from ..output import counted
     from ..paths import why_not_written
 
     sizes = replace(SIZES[place.device_type], **{name: value for name, value in own.items() if value is not None})
@@ -176,7 +152,7 @@ def _checked(
         (sizes.top_k > sizes.num_experts, f"--top-k ({sizes.top_k}) must not exceed --experts ({sizes.num_experts})"),
         (
             sizes.num_experts % place.num_ranks != 0,
-            f"{sizes.num_experts} experts do not divide over {place.num_ranks} ranks",
+            f"{sizes.num_experts} experts do not divide over {counted(place.num_ranks, 'rank')}",
         ),
         (
             not {*(routing or ())} <= {*_ROUTINGS},
@@ -230,82 +206,3 @@ def _measure(
             told.end()
     waiting, free = (Measured(case, tuple(of_case)) for case, of_case in zip(cases, found, strict=True))
     return Pair(waiting, free)
-
-
-def _table(sizes: StepSizes, place: Place, pair: Pair, experts_wait: bool) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    case, reads = pair.free.case, pair.free.runs[0].host_reads_per_step
-    title = f"{case.routing} routing, {case.backend}, {place.num_ranks} {place.device_type} ranks: {sizes}"
-    table = Table(title=title, title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.title_justify = table.caption_justify = "left"
-    free = "fixed rows" if reads or experts_wait else "sync-free"
-    for column in ("", "waiting", free, "gain"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for line in _lines(pair):
-        table.add_row(*line)
-    remarks = ["losses of all steps: " + ("the same bits" if pair.same_bits else "THEY DIFFER")]
-    if reads:
-        remarks.append(f"{case.backend} takes its sizes from the host here: with fixed rows it reads counts too")
-    if experts_wait:
-        remarks.append(f"experts of {sizes.dtype} in these widths read counts on the host here: both columns wait")
-    table.caption = "\n".join(remarks)
-    return table
-
-
-def _lines(pair: Pair) -> Iterator[tuple[str, ...]]:
-    both = (pair.waiting, pair.free)
-    yield "row_capacity", *(str(way.case.row_capacity) for way in both), ""
-    for name, told in (("step_ms", "step, ms (runs apart)"), ("dispatch_host_us", "host, us a dispatch (runs apart)")):
-        values = [way.middle(name) for way in both]
-        texts = (f"{way.middle(name):,.4g} ({_pct(way.noise_pct(name))})" for way in both)
-        yield told, *texts, f"{values[0] / values[1]:.2f} x"
-    speeds = [statistics.median(run.tokens_per_s for run in way.runs) for way in both]
-    yield "tokens a second", *(f"{speed:,.0f}" for speed in speeds), f"{100 * (speeds[1] / speeds[0] - 1):+.1f} %"
-    yield "host reads of counts a step", *(f"{way.runs[0].host_reads_per_step:g}" for way in both), ""
-    yield "device idle", *(_pct(way.idle_pct) for way in both), ""
-    yield "rows of a layer, MB", *(f"{way.runs[0].bytes_per_layer / 1e6:,.4g}" for way in both), ""
-
-
-def _pct(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} %"
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    Console(width=110).print(table)
-
-
-def _as_dict(sizes: StepSizes, place: Place, pairs: list[Pair], seconds: float) -> dict[str, Any]:
-    from ..environment import describe_run
-
-    return {
-        **describe_run(),
-        "ranks": place.num_ranks,
-        "device": place.device_type,
-        "sizes": asdict(sizes),
-        "seconds": round(seconds, 1),
-        "pairs": [
-            {
-                "routing": pair.free.case.routing,
-                "backend": pair.free.case.backend,
-                "same_bits": pair.same_bits,
-                **{name: _way(way) for name, way in (("waiting", pair.waiting), ("sync_free", pair.free))},
-            }
-            for pair in pairs
-        ],
-    }
-
-
-def _way(way: Measured) -> dict[str, Any]:
-    return {
-        "row_capacity": str(way.case.row_capacity),
-        "step_ms": way.middle("step_ms"),
-        "step_noise_pct": way.noise_pct("step_ms"),
-        "dispatch_host_us": way.middle("dispatch_host_us"),
-        "dispatch_host_noise_pct": way.noise_pct("dispatch_host_us"),
-        "device_idle_pct": way.idle_pct,
-        "runs": [asdict(run) for run in way.runs],
-    }

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from crossdock.testing import RanksFailed
+from ..extras import DEMO, why_not_installed
 
+if TYPE_CHECKING:
     from .settings import Job
 
-_WRONG_VALUE, _FAILED, _INTERRUPTED = 2, 1, 130
+_FAILED, _INTERRUPTED = 1, 130
 _MOST_SEED = 2**32 - 1  # times some thousand it still is a seed of torch's
 _ONE_PROCESS = {"local", "loopback"}  # every proof has ranks in several
-_REFUSALS = {"ConfigError", "BackendUnavailable", "InvalidInput"}
 
 
 def demo(
@@ -38,19 +36,19 @@ def demo(
     from crossdock.errors import CrossdockError
     from crossdock.testing import RanksFailed
 
-    try:
-        from .conduct import conduct
+    from ..failures import exit_code_of, sentence_of
 
+    try:
         job, num_ranks = _checked(steps, ranks, backend, data, seed, out, json)
+        from .conduct import conduct  # which imports all that the demo needs
+
         holds = conduct(job, num_ranks, json)
     except KeyboardInterrupt:
         _say("\ninterrupted; all ranks have ended" + ("\x1b[?25h" if sys.stderr.isatty() else ""))  # show the cursor
         raise typer.Exit(_INTERRUPTED) from None
-    except RanksFailed as failure:
-        raise typer.Exit(_tell_failure(failure)) from None
-    except CrossdockError as refused:
-        _say(f"crossdock demo: {refused}")
-        raise typer.Exit(_WRONG_VALUE if type(refused).__name__ in _REFUSALS else _FAILED) from None
+    except (RanksFailed, CrossdockError) as failure:
+        _say(f"crossdock demo: {sentence_of(failure)}")
+        raise typer.Exit(exit_code_of(failure)) from None
     raise typer.Exit(0 if holds else _FAILED)
 
 
@@ -70,12 +68,12 @@ def _checked(
     from .launch import choose_num_ranks
     from .settings import Job
 
-    missing = [name for name in ("matplotlib", "safetensors") if importlib.util.find_spec(name) is None]
+    if trouble := why_not_installed(*DEMO):
+        raise ConfigError(trouble)
     job = Job(steps=steps, seed=seed, backend=backend, data=data, out=out)
     candidates = explain(job.sizes.dispatcher_config(1, "exact"), device="cpu").candidates
     known = ["auto", *(each.name for each in candidates if each.name not in _ONE_PROCESS)]
     for wrong, sentence in (
-        (missing, f"{' and '.join(missing)} must be installed: pip install 'crossdock[demo]'"),
         (steps < 1, f"--steps must be at least 1, got {steps}"),
         (not 0 <= seed <= _MOST_SEED, f"--seed must lie in 0..{_MOST_SEED}, got {seed}"),
         (backend not in known, f"--backend must be one of {', '.join(known)}, got {backend}"),
@@ -92,16 +90,6 @@ def _checked(
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be made: {error.strerror}") from error
     return job, num_ranks
-
-
-def _tell_failure(failure: RanksFailed) -> int:
-    """Say why ranks failed: one sentence where they refused a value, else everything that is known."""
-    failed = [result for result in failure.results if not result.ok]
-    if all(result.error_type in _REFUSALS for result in failed):
-        _say(f"crossdock demo: {failed[0].message}")
-        return _WRONG_VALUE
-    _say(f"crossdock demo: {failure}")
-    return _FAILED
 
 
 def _say(sentence: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crossdock.testing import assert_bit_equal
 
+from ..output import counted
 from .layers import LayerLine
 from .parallel import gathered_texts
 
@@ -72,4 +73,4 @@ class Comparison:
 
 def on_ranks(num_ranks: int, device: torch.device) -> str:
     """Where something was shown, in words."""
-    return f"{num_ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
+    return counted(num_ranks, "GPU" if device.type == "cuda" else "CPU rank")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..output import spinner, stdout_console
 from ..torchrun import world_size_of_torchrun
 from . import report
 from .claims import Claim
@@ -31,14 +32,14 @@ _PROOFS = (
 def conduct(job: Job, num_ranks: int, copy_report_to: Path | None) -> bool:
     """Run all of it; True if every claim held. Under torchrun every rank calls it, and rank 0 tells."""
     start = time.perf_counter()
-    console = Console(highlight=False)
+    console = stdout_console()
     with torchrun_ranks() if world_size_of_torchrun() is not None else started_ranks(num_ranks) as ranks:
         console.quiet = not ranks.leads
         report.introduce(console, job, num_ranks)
         trained = ranks.run(train, job)
         claims = [*trained.claims, *_prove(console, ranks, job)]
     if ranks.leads:
-        with console.status("drawing"):
+        with console.status("drawing", spinner=spinner()):
             report.save(job, trained, claims, time.perf_counter() - start, copy_report_to)
         report.tell(console, job, trained, claims, time.perf_counter() - start)
     return all(claim.holds for claim in claims)
@@ -47,7 +48,7 @@ def conduct(job: Job, num_ranks: int, copy_report_to: Path | None) -> bool:
 def _prove(console: Console, ranks: Ranks, job: Job) -> Iterator[Claim]:
     """Run each proof on the ranks that trained, or on others of this machine where their number does not fit."""
     for what, prove, num_ranks in _PROOFS:
-        with console.status(f"proving: {what}"):
+        with console.status(f"proving: {what}", spinner=spinner()):
             if ranks.size % num_ranks == 0:
                 yield from ranks.run(prove, job)
             elif ranks.leads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,23 +67,7 @@ def started_ranks(num_ranks: int) -> Iterator[StartedRanks]:
     """Ranks of this machine for the time of a `with`; all are killed at once if it ends by an error or Ctrl-C."""
     backend = "nccl" if torch.cuda.device_count() >= num_ranks else "gloo"
     with RankPool(num_ranks, backend=backend) as pool:
-        with _interrupts_wait():
-            pool.run(_arrive)
         yield StartedRanks(pool)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back while processes start, which are not ready to take it yet; it comes at the end of the `with`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _arrive(rank: int) -> None:
-    """What ranks are first asked, once they have come together."""
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..output import counted
 from .progress import imbalance
 from .train import Trained
 
@@ -31,7 +32,7 @@ def save_loss(path: Path, trained: Trained) -> None:
     axes.text(len(trained.losses), math.log(256), "guessing: ln 256 ", color=_GREY, ha="right", va="bottom")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.set_title(
-        f"{trained.num_parameters / 1e6:.1f} M parameters on {trained.source}, {trained.num_ranks} ranks", loc="left"
+        f"{trained.num_parameters / 1e6:.1f} M parameters on {trained.source}, {_ranks(trained)}", loc="left"
     )
     axes.legend(frameon=False, loc="lower left")
     _save(figure, path)
@@ -54,9 +55,7 @@ def save_expert_load(path: Path, trained: Trained) -> None:
         place.tick_params(labelbottom=False)
         by_step = [imbalance(step[layer]) for step in trained.tokens_per_expert]
         axes[-1].plot(range(1, num_steps + 1), smoothed(by_step), linewidth=2, label=f"layer {layer}")
-    axes[0].set_title(
-        f"Tokens of each expert over the mean, {num_experts} experts on {trained.num_ranks} ranks", loc="left"
-    )
+    axes[0].set_title(f"Tokens of each expert over the mean, {num_experts} experts on {_ranks(trained)}", loc="left")
     axes[-1].axhline(1.0, color=_GREY, linewidth=1, linestyle=":")
     axes[-1].set(xlabel="step", ylabel="busiest expert\nover the mean", xlim=(0.5, num_steps + 0.5), ylim=(0, None))
     axes[-1].legend(frameon=False, ncols=num_layers, loc="upper right")
@@ -72,6 +71,10 @@ def smoothed(values: Sequence[float]) -> list[float]:
         reach = min(len(values) // 40, i, len(values) - 1 - i)
         curve.append(sum(values[i - reach : i + reach + 1]) / (2 * reach + 1))
     return curve
+
+
+def _ranks(trained: Trained) -> str:
+    return counted(trained.num_ranks, "rank")
 
 
 def _figure(size: tuple[float, float], num_rows: int = 1) -> tuple[Any, Any]:

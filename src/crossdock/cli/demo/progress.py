@@ -11,7 +11,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text as Line
 
-_BARS = "▁▂▃▄▅▆▇█"
+from ..output import can_write, spinner
+
+_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _PLAIN_LINES = 10  # where there is no terminal to redraw
 
 
@@ -21,14 +23,14 @@ def imbalance(tokens_per_expert: Sequence[int]) -> float:
     return max(tokens_per_expert) * len(tokens_per_expert) / total if total else 1.0
 
 
-def load_bars(tokens_per_expert: Sequence[int]) -> str:
+def load_bars(tokens_per_expert: Sequence[int], bars: str = _BARS) -> str:
     """One character an expert, as high as its share of twice the mean.
 
-    >>> load_bars([0, 4, 8, 4])
-    '▁▅█▅'
+    >>> load_bars([0, 4, 8, 4]), load_bars([0, 4, 8, 4], _PLAIN_BARS)
+    ('▁▅█▅', '_=#=')
     """
     twice_mean = 2 * sum(tokens_per_expert) / len(tokens_per_expert) or 1
-    return "".join(_BARS[min(int(count / twice_mean * len(_BARS)), len(_BARS) - 1)] for count in tokens_per_expert)
+    return "".join(bars[min(int(count / twice_mean * len(bars)), len(bars) - 1)] for count in tokens_per_expert)
 
 
 class TrainingDisplay:
@@ -42,8 +44,9 @@ class TrainingDisplay:
     def __init__(self, steps: int, shown: bool) -> None:
         self._steps = steps
         self._console = Console(quiet=not shown, highlight=False)
+        self._bars = _BARS if can_write(_BARS) else _PLAIN_BARS
         self._bar = Progress(
-            SpinnerColumn(),
+            SpinnerColumn(spinner()),
             TextColumn("training"),
             BarColumn(None),
             MofNCompleteColumn(),
@@ -79,8 +82,8 @@ class TrainingDisplay:
     def _drawn(self, tokens_per_expert: Sequence[Sequence[int]]) -> RenderableType:
         rows: list[RenderableType] = [self._bar]
         for layer, load in enumerate(tokens_per_expert):
-            row = Line(f"  layer {layer}: tokens per expert ")
-            row.append(load_bars(load), style="cyan")
-            row.append(f"  {min(load):,} to {max(load):,}, busiest over the mean {imbalance(load):.2f}")
+            row = Line(f"  layer {layer}  ")
+            row.append(load_bars(load, self._bars), style="cyan")
+            row.append(f"  {min(load):,} to {max(load):,} tokens, busiest {imbalance(load):.2f} x the mean")
             rows.append(row)
         return Group(*rows)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from crossdock import TokenDispatcher
 
+from ..output import counted
 from . import checkpoint
 from .claims import Claim, Comparison
 from .data import Text
@@ -40,7 +41,7 @@ def save_and_reload(rank: int, job: Job, model: Transformer, text: Text) -> Clai
     return comparison.claim(
         "the checkpoint is the model",
         f"{FILE_NAME} loaded again on one rank; its weights, and its logits on held-out text, against those of"
-        f" {len(trained)} ranks",
+        f" {counted(len(trained), 'rank')}",
     )
 
 

@@ -16,16 +16,24 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import crossdock as cd
 
+from ..output import can_write, counted, print_prose, print_whole
 from . import pictures
 from .claims import Claim
+from .layers import told_apart
 from .progress import imbalance
 from .prove_checkpoint import FILE_NAME
 from .settings import Job
 from .train import Trained
 
+LEGEND = (
+    "calls: dispatches, each of all ranks together; rows: that they brought to all ranks' experts; busiest: expert,"
+    " over the mean; capacity: rows of a rank, and the most of it that was wanted; MB: rows that all ranks sent to"
+    " others, and those that the last combine with gradients keeps for its backward"
+)
 LOSS, EXPERT_LOAD, REPORT = "loss.png", "expert_load.png", "report.json"
 
 
@@ -68,46 +76,53 @@ def machine() -> dict[str, Any]:
 def introduce(console: Console, job: Job, num_ranks: int) -> None:
     """Say what is about to happen."""
     sizes = job.sizes
-    console.print(
-        f"[bold]crossdock demo[/]: {sizes.num_layers} MoE layers of {sizes.num_experts} experts (top {sizes.top_k}) on"
-        f" {num_ranks} ranks, {job.steps} steps of {num_ranks * job.num_sequences * sizes.seq_len:,} bytes of text",
-        soft_wrap=True,
+    layers, steps = counted(sizes.num_layers, "MoE layer"), counted(job.steps, "step")
+    told = Text("crossdock demo", "bold").append(
+        f": {layers} of {sizes.num_experts} experts (top {sizes.top_k}) on {counted(num_ranks, 'rank')},"
+        f" {steps} of {num_ranks * job.num_sequences * sizes.seq_len:,} bytes of text",
+        "not bold",
     )
+    print_prose(console, told)
 
 
 def tell(console: Console, job: Job, trained: Trained, claims: Sequence[Claim], seconds: float) -> None:
     """Print what was shown, and where the files are."""
     table = Table("what was shown", "how", "", "result", title="", show_lines=True, expand=False)
+    yes, no = ("✓", "✗") if can_write("✓✗") else ("yes", "NO")
     for claim in claims:
-        mark = "[green]✓[/]" if claim.holds else "[bold red]✗[/]"
-        table.add_row(claim.claim, claim.how, mark, claim.result)
+        mark = Text(yes, "green") if claim.holds else Text(no, "bold red")
+        table.add_row(Text(claim.claim), Text(claim.how), mark, Text(claim.result))
     console.print(table)
-    console.print(_layers(claims))
+    console.print()
+    print_whole(console, layers_table(claims))
+    print_prose(console, LEGEND, "dim")
     speed, last = statistics.median(trained.tokens_per_s), trained.tokens_per_expert[-1]
     loads = ", ".join(f"{imbalance(load):.2f}" for load in last)
-    console.print(
+    print_prose(
+        console,
         f"{trained.num_parameters / 1e6:.1f} M parameters, {speed:,.0f} tokens/s (median), backend {trained.backend},"
         f" {trained.sent_bytes / 1e6:.1f} MB a step sent by rank 0; busiest expert over the mean at the end: {loads}",
-        soft_wrap=True,
     )
     files = ", ".join((LOSS, EXPERT_LOAD, FILE_NAME, REPORT))
-    console.print(f"Written to {job.out}/: {files}", soft_wrap=True)
+    print_prose(console, f"Written to {job.out}/: {files}")
     failed = sum(not claim.holds for claim in claims)
-    verdict = f"[bold red]{failed} of {len(claims)} did not hold[/]" if failed else f"[green]all {len(claims)} hold[/]"
-    console.print(f"{verdict}, after {seconds:.0f} s")
+    verdict = f"{failed} of {len(claims)} did not hold" if failed else f"all {len(claims)} hold"
+    told = Text(verdict, "bold red" if failed else "green").append(f", after {seconds:.0f} s", "default not bold")
+    print_prose(console, told)
 
 
-def _layers(claims: Sequence[Claim]) -> Table:
+def layers_table(claims: Sequence[Claim]) -> Table:
     """What every layer of the runs did, over all ranks."""
-    table = Table("run", "layer", "calls", "rows", "dropped", "busiest", "capacity", "MB", box=box.SIMPLE)
-    table.caption = (
-        "dispatches of all ranks; busiest expert over the mean; the most of a capacity that was wanted; rows sent to"
-        " other ranks, and kept for a backward, in MB"
-    )
-    for line in (line for claim in claims for line in claim.layers):
-        dropped = f"{line.dropped:,} in {line.overflows:,}" if line.dropped else "none"
-        capacity = "exact" if line.fill is None else f"{line.capacity:,}, {line.fill:.0%}"
-        counts = (f"{line.dispatches:,}", f"{line.rows:,}", dropped, f"{line.imbalance:.2f}")
-        num_bytes = f"{line.sent_rows_bytes / 1e6:.1f}, {line.saved_bytes / 1e6:.1f}"
-        table.add_row(line.run, line.layer, *counts, capacity, num_bytes)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for column in ("layer", "calls", "rows", "dropped", "busiest", "capacity", "MB sent", "MB kept"):
+        table.add_column(column, justify="left" if column == "layer" else "right", no_wrap=True)
+    lines = [line for claim in claims for line in claim.layers]
+    for run in dict.fromkeys(line.run for line in lines):
+        table.add_row(Text(run, "bold"))
+        of_run = [line for line in lines if line.run == run]
+        for name, line in zip(told_apart([line.layer for line in of_run]), of_run, strict=True):
+            dropped = f"{line.dropped:,} in {line.overflows:,}" if line.dropped else "none"
+            counts = (f"{line.dispatches:,}", f"{line.rows:,}", dropped, f"{line.imbalance:.2f}")
+            num_bytes = (f"{number / 1e6:.1f}" for number in (line.sent_rows_bytes, line.saved_bytes))
+            table.add_row(f"  {name}", *counts, line.room, *num_bytes)
     return table

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from crossdock import TokenDispatcher
 
+from ..output import counted
 from .claims import Claim
 from .data import Text, load_text
 from .evaluate import batch_of, held_out_loss
@@ -78,7 +79,8 @@ def train(rank: int, job: Job) -> Trained:
         after = held_out_loss(model, text, job)
         learned = Claim(
             "the model learns real text",
-            f"{job.steps} steps on {num_ranks} ranks, experts spread over them; loss on held-out text",
+            f"{counted(job.steps, 'step')} on {counted(num_ranks, 'rank')}, experts spread over them; loss on held-out"
+            " text",
             after < before,
             f"{before:.3f} before, {after:.3f} after",
             layers=layer_lines("training", dispatcher),

@@ -26,7 +26,13 @@ def verify(
         typer.Option(help="Sets of ranks that share the cells, where a machine has cores for them; not by torchrun."),
     ] = 1,
     full: Annotated[bool, typer.Option("--full", help="The whole workload grid, not pairs of its values.")] = False,
-    only: Annotated[str | None, typer.Option(help="Only cells whose description contains this text.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Only cells of whose description this is a whole part, as 'float16' is one of 'skewed, float16, ...';"
+            " if it is a part of none, those that contain this text."
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all cells and the machine to this file.")] = None,
 ) -> None:
     """Run the conformance suite of a backend on this machine and say what passed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from crossdock.backends.base import BackendTraits
 from crossdock.errors import ConfigError
 from crossdock.testing import Cell, conformance_cells, traits_of
 
+from ..output import counted
 from ..paths import why_not_written
 from ..torchrun import num_ranks_here, ranks_of_torchrun
 
@@ -54,6 +56,11 @@ class Plan:
         return "nccl" if self.device_type == "cuda" and not self.share_gpus else "gloo"
 
     @property
+    def where(self) -> str:
+        """As in `2 cpu ranks`."""
+        return counted(self.num_ranks, f"{self.device_type} rank")
+
+    @property
     def in_threads(self) -> bool:
         """Whether the ranks are threads of this process."""
         return self.backend in IN_THREADS
@@ -83,7 +90,7 @@ def make_plan(
         raise ConfigError(trouble)
     device_type = _device_type(backend, device, share_gpus, num_ranks, traits)
     cells = conformance_cells(num_ranks, full=full, traits=traits, device_type=device_type)
-    chosen = tuple(cell for cell in cells if only is None or only in str(cell))
+    chosen = tuple(cells) if only is None else cells_with(only, cells)
     if not chosen:
         raise ConfigError(f"--only {only!r} is in no cell's description; one is {str(cells[0])!r}")
     return Plan(
@@ -99,6 +106,13 @@ def make_plan(
         only=only,
         json=json,
     )
+
+
+def cells_with(only: str, cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Cells of whose description the text is a part, between commas; if there are none, those that contain it."""
+    parts = f", {only.strip(' ,')}, "
+    whole = tuple(cell for cell in cells if parts in f", {cell}, ")
+    return whole or tuple(cell for cell in cells if only in str(cell))
 
 
 def _num_ranks(backend: str, asked: int | None) -> tuple[int, bool]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from crossdock.testing import Cell, CellResult
 
+from ..output import counted
 from ..progress import bar, say
 from .plan import Plan
 
@@ -27,14 +28,14 @@ def with_progress(plan: Plan, done: Results) -> Generator[Cell, None, None]:
 
 def in_lines(plan: Plan, done: Results, every_s: float = _LINE_EVERY_S) -> Generator[Cell, None, None]:
     """See `with_progress`: one line at the beginning, then one when `every_s` have passed since the last."""
-    say("verify", f"{len(plan.cells)} cells on {plan.num_ranks} {plan.device_type} ranks")
+    say("verify", f"{counted(len(plan.cells), 'cell')} on {plan.where}")
     start = last = time.monotonic()
     for cell in plan.cells:
         yield cell
         now = time.monotonic()
         if now - last >= every_s:
             counts = Counter(result.status for results in done for result in results)
-            checks = f"{counts['passed']} checks passed, {counts['failed']} failed"
+            checks = f"{counted(counts['passed'], 'check')} passed, {counts['failed']} failed"
             say("verify", f"{len(done)} of {len(plan.cells)} cells, {checks}, {now - start:.0f} s")
             last = now
 

@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from crossdock.testing import CellResult
 
 from ..environment import describe_run
+from ..output import counted, print_prose, stdout_console
 from ..paths import write_record
 from .plan import Plan
 from .run import Finished
@@ -24,17 +24,17 @@ _NOT_SAID: Final = re.compile(r"\(.*?\)|^it needs |'")  # arguments of a row cap
 
 def report(plan: Plan, finished: Finished) -> bool:
     """Print the table and write the record, if one was asked for; False if that could not be done."""
-    console = Console()
+    console = stdout_console()
     console.print(_table(plan, finished))
     counts = Counter(result.status for result in finished.results)
     verdict = "conforms" if finished.all_passed else "does NOT conform"
     if finished.all_passed and plan.only is not None:
         verdict += " as far as --only goes"
-    console.print(
-        f"{plan.backend} on {plan.num_ranks} {plan.device_type} ranks {verdict}: {counts['passed']} checks passed,"
+    print_prose(
+        console,
+        f"{plan.backend} on {plan.where} {verdict}: {counted(counts['passed'], 'check')} passed,"
         f" {counts['skipped']} skipped, {counts['failed']} failed in {finished.seconds:.0f} s",
-        style="bold green" if finished.all_passed else "bold red",
-        highlight=False,
+        "bold green" if finished.all_passed else "bold red",
     )
     content = json.dumps(as_dict(plan, finished), indent=1) + "\n"
     return plan.json is None or write_record("verify", "--json", plan.json, content)
@@ -82,5 +82,4 @@ def _why(results: list[CellResult]) -> Text:
 
 
 def _counted(reasons: list[str]) -> str:
-    cells = "1 cell" if len(reasons) == 1 else f"{len(reasons)} cells"
-    return f"{', '.join(sorted(set(reasons)))} ({cells})"
+    return f"{', '.join(sorted(set(reasons)))} ({counted(len(reasons), 'cell')})"
