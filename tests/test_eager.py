@@ -281,8 +281,9 @@ _QUESTIONS = {
     "data_ptr",
     "untyped_storage",
 }
-# Calls of torch that one eager call of ours makes, by backend: dispatch without grad, with it, and combine.
-_MOST_CALLS = {"local": (43, 43, 37), "symmetric": (26, 25, 4)}
+# Calls of torch that one eager call of ours makes, by backend: dispatch without grad, with it, and combine. Four of a
+# dispatch of `symmetric` are the interpreter's, which asks in three launches whether ids and scores are contiguous.
+_MOST_CALLS = {"local": (43, 43, 37), "symmetric": (30, 29, 4)}
 
 
 def _torch_calls(program: Callable[[], Any]) -> Counter[str]:

@@ -75,10 +75,18 @@ class Accounts:
             return None
         return self._ledger.account(facts.layer, self._policy_of(facts.layer))
 
-    def enter(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
-        """Write that dispatch down unless it is; `[1]` int64: the end of its last expert's rows."""
+    def enter(
+        self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received, *, was_offered: bool = False
+    ) -> Tensor:
+        """Write that dispatch down, unless that is done where an account `was_offered`.
+
+        Returns:
+            `[1]` int64: the end of its last expert's rows.
+        """
         self._has_trained |= facts.grad_mode
-        rows_end = self._write(x, facts, received) if received.rows_end is None else received.rows_end
+        rows_end = received.rows_end if was_offered else None
+        if rows_end is None:
+            rows_end = self._write(x, facts, received)
         if self._config.distinct_experts:
             self.ledger.note_repeats(expert_ids)
         return rows_end
@@ -103,6 +111,11 @@ class Accounts:
     def take(self, device: torch.device) -> Tensor:
         """`Ledger.take`; of a dispatcher that has no ledger yet on `device`, with nothing in it."""
         return torch.zeros(1, dtype=torch.int64, device=device) if self._ledger is None else self._ledger.take()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has been told since the last `look`; does not wait."""
+        return self._ledger is not None and self._ledger.told() != self._told
 
     def look(self, *, at_the_end: bool = False) -> str | None:
         """Look at what has been told since the last time; does not wait.

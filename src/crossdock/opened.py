@@ -94,7 +94,7 @@ class OpenDispatcher:
                 most_rows = transport.agree_max(received.rows.shape[0], call)
                 if self.sizes.measure(facts.layer, x.shape[0], facts.num_tokens_per_rank, most_rows):
                     self.accounts.forget_fill(facts.layer)
-            return self._note(x, ids, facts, received), received
+            return self._note(x, ids, facts, received, was_offered=account is not None), received
 
         number = torch.full((1,), self.session.num_calls, dtype=torch.int64, device="cpu")
         rows_end, received = self.run(facts, movement)
@@ -199,6 +199,8 @@ class OpenDispatcher:
 
     def look(self, *, at_the_end: bool = False) -> None:
         """`touch` without the first fault; see `Accounts.look`."""
+        if self.accounts.has_news:  # counted behind a wait that was given up, it may be of another call's routing
+            self.session.probe(self.transport.look)
         overflow = self.accounts.look(at_the_end=at_the_end)
         if overflow is not None:
             self.session.break_off(overflow)
@@ -217,10 +219,12 @@ class OpenDispatcher:
         if local_counts is not None and self.config.row_capacity.kind == "exact":
             check_local_counts(self.config, expert_ids, local_counts)
 
-    def _note(self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received) -> Tensor:
+    def _note(
+        self, x: Tensor, expert_ids: Tensor, facts: CallFacts, received: Received, *, was_offered: bool
+    ) -> Tensor:
         """Enter a dispatch into the accounts and finish its tail; the end of its rows."""
         self.device = self.device or x.device  # alone: the first dispatch says where the rows live
-        rows_end = self.accounts.enter(x, expert_ids, facts, received)
+        rows_end = self.accounts.enter(x, expert_ids, facts, received, was_offered=was_offered)
         self.statistics.note_dispatch(facts.layer, received.rows.shape[0])
         if facts.num_rows >= 0 and self.config.zero_tail:
             zero_tail(received.rows, rows_end, received.row_scores, max_programs=self.config.num_sms)

@@ -264,6 +264,36 @@ def test_ids_outside_the_range_are_counted_and_the_next_call_works(fused):
     transport.close()
 
 
+def _differ_with_little_room(rank: int) -> str:
+    """Rank 1 combines where rank 0 dispatches: in the place of its routing stands what asks for too many rows."""
+    config = cd.DispatcherConfig(
+        num_experts=4, top_k=2, hidden_dim=HIDDEN, dtype=torch.float32, num_max_tokens_per_rank=600, timeout_s=10.0,
+        row_capacity=cd.RowCapacity.balanced(1.0),
+    )  # fmt: skip
+    ids = torch.tensor([[0, 1]] * 8 + [[2, 3]] * 8)  # the first 8 tokens of either rank go to rank 0
+    with as_on_a_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("crossdock.accounts.open_ledger", DeviceLedger)
+        dispatcher = cd.TokenDispatcher(config, backend="symmetric")
+        for _ in range(2):
+            routed = dispatcher.dispatch(torch.ones(16, HIDDEN), torch.ones(16, 2), ids, num_tokens_per_rank=16)
+        try:
+            if rank == 0:
+                dispatcher.dispatch(torch.ones(4, HIDDEN), torch.ones(4, 2), ids[6:10], num_tokens_per_rank=4)
+            else:
+                dispatcher.combine(routed.rows, routed.handle)
+            dispatcher.check()
+        except cd.CrossdockError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dispatcher.close()
+    return "nothing was noticed"
+
+
+def test_what_is_counted_behind_a_wait_that_was_given_up_is_no_overflow(ranks: Ranks):
+    for told in ranks(2).run(_differ_with_little_room, timeout_s=60.0):
+        assert told.startswith("ContractViolation: ranks [1] made another call"), told
+
+
 # -- waits that are given up ------------------------------------------------------------------------------------------
 
 

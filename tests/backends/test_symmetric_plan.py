@@ -50,6 +50,11 @@ def test_no_more_programs_move_data_than_asked(num_sms: int):
     assert min(tile.max_programs for tile in (asked.push, asked.spread, asked.give, asked.take)) >= 1
 
 
+@pytest.mark.parametrize("num_sms", [133, 266, 400])
+def test_programs_that_wait_for_each_other_fit_however_many_are_allowed(num_sms: int):
+    assert programs(plan_of(num_sms)) == (PROCESSORS, PROCESSORS)
+
+
 def test_one_program_does_all():
     assert programs(plan_of(1)) == (1, 1) and plan_of(1).arrangers == 1
     assert str(plan_of(1)).startswith("one program does a whole dispatch or combine")

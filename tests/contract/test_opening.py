@@ -10,13 +10,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import crossdock as cd
-from crossdock.backends.local import LocalBackend
+from crossdock.backends.base import Link, Received, Transport, TransportSpec
+from crossdock.backends.local import LocalBackend, LocalTransport
 from crossdock.testing import LoopbackGroup, Problem, Seat, assert_bit_equal, run_ranks
 from crossdock.testing.checks import finish
 from crossdock.testing.solving import forward, solve
@@ -222,6 +224,29 @@ def test_a_device_that_is_none_is_refused():
         for ask in (partial(cd.TokenDispatcher, config), partial(cd.explain, config)):
             with pytest.raises(cd.ConfigError, match=re.escape(sentence)):
                 ask(device=device)
+
+
+class _TellsTheEnd(LocalTransport):
+    """Tells where the last expert's rows end, though no account was offered in which it might have entered them."""
+
+    def dispatch(self, *args: Any) -> Received:
+        received = super().dispatch(*args)
+        return received._replace(rows_end=received.expert_offsets[-1:].to(torch.int64))
+
+
+class _Telling(LocalBackend):
+    name = "telling"
+
+    def open(self, spec: TransportSpec, link: Link) -> Transport:
+        return _TellsTheEnd(spec)
+
+
+def test_a_dispatch_is_entered_whatever_its_backend_tells():
+    config = make_config(2, 1, row_capacity=cd.RowCapacity.rows(4), on_overflow="drop")
+    with cd.TokenDispatcher(config, backend=_Telling()) as dispatcher:
+        dispatcher.dispatch(torch.ones(10, 16), torch.ones(10, 1), torch.zeros(10, 1).long())
+        (layer,) = dispatcher.stats().layers.values()
+        assert (layer.rows, layer.rows_wanted, layer.overflows) == (4, 10, 1)
 
 
 def _open_and_close(rank: int) -> int:

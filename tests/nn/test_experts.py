@@ -278,6 +278,22 @@ def test_seeded_weights_do_not_depend_on_the_ep_size() -> None:
         assert float(whole.detach().abs().max()) <= whole.shape[1] ** -0.5
 
 
+def test_weights_are_drawn_again_as_they_were() -> None:
+    """Also where a module was made without memory, as sharded models are; and by a class with a way of its own."""
+
+    class Constant(GroupedExperts):
+        def reset_parameters(self, *_: object) -> None:
+            for weights in self.parameters():
+                torch.nn.init.constant_(weights, 0.5)
+
+    wanted = GroupedExperts(2, 8, 6, seed=3, first_expert_id=4)
+    made = GroupedExperts(2, 8, 6, device="meta", seed=3, first_expert_id=4).to_empty(device="cpu")
+    made.reset_parameters()
+    for weights, as_wanted in zip(made.parameters(), wanted.parameters(), strict=True):
+        assert_bit_equal(weights, as_wanted)
+    assert (made.seed, made.first_expert_id, Constant(2, 8, 6).seed) == (3, 4, None)
+
+
 def test_counts_are_read_on_the_host_of_a_cpu() -> None:
     assert GroupedExperts(2, 64, 32, dtype=torch.bfloat16).reads_counts_on_host
 
@@ -287,6 +303,9 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match=rf"seed must lie in 0\.\.8796093022207, got {seed}"):
             GroupedExperts(4, 8, 8, seed=seed)
     GroupedExperts(1, 8, 8, seed=(1 << 43) - 1, first_expert_id=(1 << 20) - 1)
+    for wrong in (-3, (1 << 20) - 1, 0.5):  # behind the last, the experts of the next seed begin
+        with pytest.raises(ConfigError, match=rf"first_expert_id must lie in 0\.\.1048574, got {wrong}"):
+            GroupedExperts(2, 8, 8, seed=3, first_expert_id=wrong)  # type: ignore[arg-type]
     for first in (0, 2):  # on every rank, that of expert 0 too
         with pytest.raises(
             ConfigError, match=rf"first_expert_id \({first}\) .* the experts of a seed, and there is none"

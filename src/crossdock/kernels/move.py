@@ -1,7 +1,7 @@
 """Move rows out along a known layout: some programs push this rank's rows, the others spread those that have come.
 
 What both do stands in `push.py` and `spread.py`. On a GPU a dispatch leaves it to the kernel that arranges
-(`arrange.py`), so this one serves layouts of earlier dispatches: in backwards and recomputation. Programs that push
+(`dispatch.py`), so this one serves layouts of earlier dispatches: in backwards and recomputation. Programs that push
 come first and wait for nothing but a free buffer, so those that wait for peers may take what is left of a device.
 """
 

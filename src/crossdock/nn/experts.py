@@ -66,22 +66,30 @@ class GroupedExperts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(inward, dtype=dtype, device=device))
         self.up_proj = nn.Parameter(torch.empty(inward, dtype=dtype, device=device))
         self.down_proj = nn.Parameter(torch.empty(outward, dtype=dtype, device=device))
+        self.seed: int | None = None
+        self.first_expert_id: int | None = None
         self.reset_parameters(seed, first_expert_id)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None, first_expert_id: int | None = None) -> None:
         """Draw all weights uniformly from +-1 / sqrt(fan in), as `nn.Linear` does; arguments as for the class.
 
+        Without arguments, as after `to_empty` of a module that was made on the meta device: as they were drawn last.
+
         Raises:
             ConfigError: a seed that is negative, or too large to be shifted; a `first_expert_id` without one.
         """
+        if seed is None and first_expert_id is None:
+            seed, first_expert_id = self.seed, self.first_expert_id
         if seed is None and first_expert_id is not None:
             raise ConfigError(
                 f"first_expert_id ({first_expert_id}) chooses among the experts of a seed, and there is none: pass"
                 " seed=, the same on every rank, or leave it out"
             )
-        if seed is not None and not 0 <= seed < _NUM_SEEDS:
-            raise ConfigError(f"seed must lie in 0..{_NUM_SEEDS - 1}, got {seed}")
+        last = (1 << _EXPERT_BITS) - self.num_local_experts  # behind it begin the experts of the next seed
+        for name, number, most in (("seed", seed, _NUM_SEEDS - 1), ("first_expert_id", first_expert_id, last)):
+            if number is not None and (not isinstance(number, int) or not 0 <= number <= most):
+                raise ConfigError(f"{name} must lie in 0..{most}, got {number!r}")
         self.seed, self.first_expert_id = seed, first_expert_id
         for expert in range(self.num_local_experts):
             # Drawn on the CPU in float32, so that an expert starts with the same numbers on every device.

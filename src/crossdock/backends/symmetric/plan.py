@@ -53,7 +53,8 @@ class Plan(NamedTuple):
 
         weigh = tile(_A_TILE_EACH, warps=4)
         if spec.num_sms is not None:  # few programs: large tiles, so that enough is under way
-            num_sms = spec.num_sms
+            # Some of them wait for each other: one program of so many warps fits a processor.
+            num_sms = min(spec.num_sms, sms) if device.type == "cuda" else spec.num_sms
             half, quarter = max(1, num_sms // 2), min(max(1, num_sms // 4), num_sms - 1)
             push, spread = tile(half, 8, 32), tile(num_sms - half, 8, 32)
             give, take = tile(num_sms - quarter, 8, 32), tile(quarter, 8, 32)
