@@ -59,7 +59,7 @@ ROUND, STAGING = 0, 1
 GIVEN_UP, BEGUN, ENDED, BAD_IDS, NUM_SENT, LAST_TARGET, ABORT = 4, 5, 6, 7, 8, 9, 10
 INBOX = 11  # rounds of small batches; 12 and 13 are of `stress.py`
 ARRIVALS = 16  # counters of programs that have come so far, each back at zero when the last one has: of every chunk,
-# of a launch (8), of its part (9) and of those who publish (13); from 26 on, those of programs that meet (2), and of tiles
+# of a launch (8), its part (9) and those who publish (13); from 26 on, those of programs that meet (2), and of tiles
 NUM_STATE = ARRIVALS + NUM_CHUNKS + 8
 
 # Places in `desk`, pinned memory of the host.
