@@ -312,7 +312,7 @@ def test_started_ranks_can_be_paused_and_resumed():
         started.pause(0)
         paused = started.results(timeout_s=2)
         started.resume(0)
-        resumed = started.results(timeout_s=20)
+        resumed = started.results(timeout_s=60)
     assert [result.silent for result in paused] == [True, True]
     assert "in barrier_after" in paused[1].stacks
     assert paused[0].stacks == ""
