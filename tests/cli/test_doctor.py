@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from crossdock.cli.failures import line_of
 from crossdock.cli.reach import Facts, Reached, Refusal, findings_of, look_at_ranks
-from crossdock.testing import run_ranks
+from crossdock.testing import RankResult, RanksFailed, run_ranks
 from tests.cli.commands import crossdock
 
 
@@ -104,6 +105,16 @@ def test_ranks_that_fail_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert reached is not None and reached.choice["chosen"] is None and reached.choice["candidates"] == {}
     # Which of them are through before the first has ended the others is a matter of luck.
     assert re.fullmatch(r"failed on rank (0|1|0, 1) of 2: SystemExit: no such port", detail)
+
+
+def test_ranks_that_failed_come_to_one_line():
+    silent = RankResult(rank=0, silent=True, stacks="Current thread:\n  File x, line 1 in <module>\n")
+    died, waited = RankResult(rank=1, exit_code=1), RankResult(rank=2, error_type="PeerTimeout", message="no rank 1")
+    raised = RankResult(rank=3, error_type="SystemExit", message="no such port\nanywhere")
+    assert line_of(RanksFailed([silent])) == "failed on rank 0 of 1: rank 0 has not answered"
+    assert line_of(RanksFailed([silent, died])) == "failed on rank 0, 1 of 2: rank 1 died: exit code 1"
+    assert line_of(RanksFailed([silent, died, waited])) == "failed on rank 0, 1, 2 of 3: PeerTimeout: no rank 1"
+    assert line_of(RanksFailed([silent, died, waited, raised])).endswith("of 4: SystemExit: no such port")
 
 
 def test_a_refusal_is_told_where_it_comes_from():

@@ -17,6 +17,7 @@ import crossdock
 from crossdock.errors import ConfigError, CrossdockError, PeerTimeout
 from crossdock.testing import RankPool, RanksFailed, take_device
 
+from .failures import line_of
 from .finding import Finding
 from .torchrun import num_ranks_here, ranks_of_torchrun
 
@@ -112,8 +113,7 @@ def look_at_ranks(asked: int | None) -> Reached | None:
         else:
             facts = _of_torchrun(device_type)
     except RanksFailed as failure:
-        first, *_, last = str(failure).strip().splitlines()
-        return Reached(True, num_ranks, [], f"{first}: {last}")
+        return Reached(True, num_ranks, [], line_of(failure))
     return Reached(bool(facts), num_ranks, facts)
 
 
