@@ -24,6 +24,7 @@ from crossdock.testing import PoolRunner, conformance_cells, run_cell, start_ran
 from tests.conftest import Ranks
 from tests.faults.play import Account, observe, step
 from tests.faults.test_disagreement import DIFFERENCES
+from tests.memory.shared_files import shared_files
 
 pytest.importorskip("triton", reason="the kernels need triton, which is published for Linux only")
 
@@ -122,7 +123,7 @@ Footprint = tuple[int, int, int, list[str]]
 
 def _footprint() -> Footprint:
     mapped = Path("/proc/self/maps").read_text().count("memfd:crossdock")
-    return mapped, len(os.listdir("/proc/self/fd")), threading.active_count(), sorted(os.listdir("/dev/shm"))
+    return mapped, len(os.listdir("/proc/self/fd")), threading.active_count(), shared_files()
 
 
 def _open_again_and_again(rank: int) -> list[Footprint]:

@@ -127,7 +127,6 @@ def test_four_ranks_split_as_two_do(ranks: Ranks, tmp_path: Path):
 )
 def test_training_without_waits_goes_through_an_overflow(tmp_path: Path, backend: str, told: str):
     job = dataclasses.replace(job_in(tmp_path), backend=backend)
-    # Ranks of its own: torch numbers groups by process, and in ranks that others have used the numbers may differ.
     reads, overflow = run_ranks(proved, 2, prove_sync_free, job, "", timeout_s=100.0)[0]
     assert reads.holds and overflow.holds, (reads, overflow)
     assert told in reads.result
@@ -143,9 +142,9 @@ def proved_beside_an_old_gpu(rank: int, job: Job) -> list[Claim]:
         return prove_sync_free(rank, job)
 
 
-def test_a_gpu_whose_experts_wait_leaves_the_proof_to_the_cpu(ranks: Ranks, tmp_path: Path):
+def test_a_gpu_whose_experts_wait_leaves_the_proof_to_the_cpu(tmp_path: Path):
     job = dataclasses.replace(job_in(tmp_path), backend="all_to_all")
     assert not sync_free._experts_wait(SMALL, torch.device("cpu"))  # where waiting costs nothing
-    reads, overflow = ranks(2).run(proved_beside_an_old_gpu, job)[0]
+    reads, overflow = run_ranks(proved_beside_an_old_gpu, 2, job, timeout_s=100.0)[0]
     assert reads.holds and overflow.holds, (reads, overflow)
     assert "on the CPU, for experts read their counts on the host on cpu" in reads.how

@@ -11,12 +11,15 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import crossdock as cd
+from crossdock.group.gloo import OwnGloo
+from crossdock.group.members import resolve_members
 from tests.conftest import Ranks
 from tests.faults.play import Batch, config, experts, step
 
@@ -109,6 +112,27 @@ def close_twice_from_two_threads(rank: int) -> bool:
 
 def test_close_may_be_called_from_anywhere(ranks: Ranks):
     assert ranks(2).run(close_twice_from_two_threads) == [True, True]
+
+
+def drop_in_an_exchange(rank: int) -> float:
+    """How long a collection took that met a communicator whose exchange the other rank has not joined."""
+    own: Any = OwnGloo(resolve_members(None, None), "dropped in an exchange", 30.0)
+    own.held_in_a_cycle = own
+    if rank == 0:
+        own.group.allreduce([torch.ones(4)])
+    begun = time.monotonic()
+    if rank == 0:
+        del own
+        gc.collect()
+    took = time.monotonic() - begun
+    dist.barrier()
+    own = None
+    gc.collect()
+    return took
+
+
+def test_a_collection_does_not_wait_for_an_exchange(ranks: Ranks):
+    assert ranks(2).run(drop_in_an_exchange)[0] < 5
 
 
 def fork_a_worker(rank: int) -> bool:

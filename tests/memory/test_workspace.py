@@ -18,6 +18,7 @@ from crossdock.memory import host
 from crossdock.memory.workspace import BufferSpec, Workspace, place_buffers
 from crossdock.testing import start_ranks
 from tests.conftest import Ranks
+from tests.memory.shared_files import shared_files
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="anonymous files of memory are Linux's")
 
@@ -74,7 +75,7 @@ _Footprint = tuple[int, int, list[str]]
 
 def _footprint() -> _Footprint:
     mapped = Path("/proc/self/maps").read_text().count("memfd:crossdock")
-    return mapped, len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    return mapped, len(os.listdir("/proc/self/fd")), shared_files()
 
 
 def _open_again_and_again(rank: int) -> tuple[_Footprint, _Footprint]:
@@ -85,7 +86,7 @@ def _open_again_and_again(rank: int) -> tuple[_Footprint, _Footprint]:
         opened(f"again{number}").close()
     deadline = time.monotonic() + 5.0
     while (after := _footprint()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # /dev/shm is everybody's
+        time.sleep(0.01)
     return before, after
 
 
@@ -104,7 +105,7 @@ def test_the_mapping_goes_when_a_rank_is_killed():
         started.kill(0)
         time.sleep(0.2)
         assert _maps(started.pids[1]) == 2  # what the other one sees stays there
-    assert not [name for name in os.listdir("/dev/shm") if "crossdock" in name]
+    assert not shared_files()
 
 
 def _hold(rank: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
-import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -16,13 +16,11 @@ from .members import Members
 from .store import within
 
 _CONNECT_MARGIN_S = 1.0
+_DROP_S = 0.5  # of the collector's time, for one that is in the middle of an exchange
 
 
 class OwnGloo:
     """A communicator whose members meet under a store prefix that no other one has. Collective.
-
-    Attributes:
-        group: the `ProcessGroupGloo`, with its own methods: it is none of `torch.distributed`'s.
 
     Raises:
         TransportFault: a member did not connect within `timeout_s`.
@@ -39,34 +37,53 @@ class OwnGloo:
             return group
 
         try:
-            self.group: Any = within(timeout_s + _CONNECT_MARGIN_S, connect)
+            group = within(timeout_s + _CONNECT_MARGIN_S, connect)
         except RuntimeError as error:
             raise TransportFault(f"could not connect: {first_line(error)}") from error
         except TimeoutError as error:
             raise TransportFault(f"could not connect within {timeout_s:g} s", expired=True) from error
-        self._dropped = weakref.finalize(self, _drop, self.group, os.getpid())
+        self._held = [group]
+        self._dropped = weakref.finalize(self, _drop, self._held, os.getpid())
         self._dropped.atexit = False
+
+    @property
+    def group(self) -> Any:
+        """The `ProcessGroupGloo`, with its own methods: it is none of `torch.distributed`'s."""
+        return self._held[0]
 
     def close(self, wait_s: float | None = None) -> None:
         """End it; peers that wait notice. Waits no longer than `wait_s` (None is `timeout_s`) for it to be gone."""
-        if self.group is None:
-            return
-        # Gloo's destructor waits for an exchange in flight, which may be waiting for a rank that has gone.
-        held, self.group = [self.group], None
-        self._dropped.detach()
-        ending = threading.Thread(target=held.clear, name="crossdock-gloo-close", daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # no new threads while the interpreter ends
-            held.clear()
-            return
-        ending.join(self._timeout_s if wait_s is None else wait_s)
+        if self._dropped.detach() is not None:
+            _end(self._held, self._timeout_s if wait_s is None else wait_s)
 
 
-def _drop(group: Any, pid: int) -> None:
-    """Nobody holds it any longer. In a forked child it stays: its end would wait for threads that the child lacks."""
-    if os.getpid() != pid:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _drop(held: list[Any], pid: int) -> None:
+    """Nobody uses it any longer. In a forked child it stays: its end would wait for threads that the child lacks."""
+    if os.getpid() == pid:
+        _end(held, _DROP_S)
+    else:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+def _end(held: list[Any], wait_s: float) -> None:
+    """Empty the list, which holds the group alone, in a thread: Gloo's destructor waits for an exchange in flight.
+
+    That may be waiting for a rank that has gone. And the one to empty it may be a collection in the middle of anything,
+    also of a `threading.Thread.start`, whose lock another one would wait for: hence `_thread`.
+    """
+    is_gone = _thread.allocate_lock()
+    is_gone.acquire()
+
+    def end() -> None:
+        held.clear()
+        is_gone.release()
+
+    try:
+        _thread.start_new_thread(end, ())
+    except RuntimeError:  # no new threads while the interpreter ends
+        held.clear()
+    else:
+        is_gone.acquire(timeout=wait_s)
 
 
 def first_line(error: Exception) -> str:
