@@ -141,9 +141,9 @@ def _parts(rank: int, settings: dict[str, Any]) -> list[bool]:
         x, scores, ids = inputs(rank, MAX_TOKENS, made.hidden_dim, made.dtype)
         view = filled(dispatcher, x)
         parts = (slice(0, MAX_TOKENS), slice(0, 9), slice(5, 12), slice(1, MAX_TOKENS, 3), slice(4, 4))
-        for _ in range(2):
-            routed = [dispatcher.dispatch(view[part], scores[part], ids[part]) for part in parts]
-            for part, of_view in zip(parts, routed, strict=True):
+        for again in (parts, parts[1:3]):
+            routed = [dispatcher.dispatch(view[part], scores[part], ids[part]) for part in again]
+            for part, of_view in zip(again, routed, strict=True):
                 of_copy = dispatcher.dispatch(x[part].clone(), scores[part], ids[part])
                 end = int(of_copy.expert_offsets[-1])
                 same.append(torch.equal(of_view.rows[:end], of_copy.rows[:end]))
@@ -154,7 +154,7 @@ def _parts(rank: int, settings: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize("settings", [{}, _SMALL, _GENERAL], ids=["exact", "small", "general"])
 def test_views_and_parts_of_them_are_dispatched_as_often_as_one_likes(ranks: Ranks, settings: dict[str, Any]):
-    assert ranks(2).run(_parts, settings) == [[True] * 21] * 2
+    assert ranks(2).run(_parts, settings) == [[True] * 15] * 2
 
 
 def _pushed_from(rank: int) -> list[str]:

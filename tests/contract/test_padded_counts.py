@@ -36,9 +36,9 @@ def served(dispatcher: cd.TokenDispatcher) -> PickyTransport:
 
 
 @pytest.mark.parametrize(("backend", "ep_size"), [(BOTH, 2), (ALIGNED, 1)], ids=["both-2", "aligned-1"])
-def test_the_conformance_suite(backend: PickyBackend, ep_size: int):
-    for cell in conformance_cells(ep_size):
-        if str(cell) not in COMPILED_TO_CODE:
+def test_the_conformance_suite(backend: PickyBackend, ep_size: int, full: bool):
+    for number, cell in enumerate(conformance_cells(ep_size)):
+        if str(cell) not in COMPILED_TO_CODE and (full or number % 3 == 0):
             check_cell(backend, ep_size, cell)
 
 

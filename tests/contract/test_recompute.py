@@ -664,8 +664,14 @@ def living() -> int:
     return sum(type(thing) in (Frame, Recorded) for thing in gc.get_objects())
 
 
-@both_kinds
-@pytest.mark.parametrize("after", ["backward", "no backward", "no grad"])
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [
+        *((kind, "backward") for kind in KINDS),
+        *(("non-reentrant", after) for after in ("no backward", "no grad")),
+        *(pytest.param("reentrant", after, marks=pytest.mark.full) for after in ("no backward", "no grad")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_nothing_is_left_behind(kind: str, after: str):
     gc.collect()

@@ -89,7 +89,7 @@ def test_sixty_four_at_once(ranks: Ranks):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("closing", "num_cycles"),
-    [(True, 100), pytest.param(True, 200, marks=pytest.mark.full), (False, 60)],
+    [(True, 60), pytest.param(True, 200, marks=pytest.mark.full), (False, 40)],
     ids=["closed", "closed, more of them", "dropped"],
 )
 def test_one_after_the_other(ranks: Ranks, closing: bool, num_cycles: int):

@@ -65,10 +65,15 @@ def eager(ranks: Ranks) -> Callable[[int], list[dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "num_ranks"),
-    [("compiled", 2), ("recomputed", 2), ("recomputed", 4), pytest.param("compiled", 4, marks=pytest.mark.full)],
+    ("way", "num_ranks", "capacity"),
+    [
+        *((way, 2, capacity) for way in ("compiled", "recomputed") for capacity in CAPACITIES),
+        ("recomputed", 4, CAPACITIES[0]),
+        pytest.param("recomputed", 4, CAPACITIES[1], marks=pytest.mark.full),
+        *(pytest.param("compiled", 4, capacity, marks=pytest.mark.full) for capacity in CAPACITIES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("capacity", CAPACITIES, ids=str)
 def test_a_compiled_block_trains_to_the_bits_of_eager_code(
     ranks: Ranks,
     eager: Callable[[int], list[dict[str, Tensor]]],
