@@ -7,11 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
-from .backends.base import EVERY_ROW_CAPACITY, Backend, BackendTraits, GroupFacts, Link, Transport, TransportSpec
+from .backends.base import (
+    EVERY_ROW_CAPACITY,
+    Backend,
+    BackendTraits,
+    GroupFacts,
+    Link,
+    Preference,
+    Transport,
+    TransportSpec,
+)
 from .errors import BackendUnavailable, ConfigError
 from .group.members import Members, resolve_members
 from .row_capacity import resolve_num_rows
@@ -222,7 +231,7 @@ def _described(candidate: Candidate, backend: Backend, spec: TransportSpec, devi
 
     how, mute = _asked(lambda: _of_kind(str, backend.describe(spec, device)), "how it would share out the work")
     workspace_bytes, sizeless = _asked(num_bytes, "how much storage it would take")
-    _, aimless = _asked(lambda: backend.preference_on(device), 'whether "auto" should take it')
+    _, aimless = _asked(lambda: _preference(backend, device), 'whether "auto" should take it')
     words = "; ".join(filter(None, (how, mute, sizeless, aimless)))
     return replace(candidate, how=words, workspace_bytes=workspace_bytes)
 
@@ -245,6 +254,13 @@ def _of_kind(kind: type[_Answer], answer: object) -> _Answer:
     if not isinstance(answer, kind):
         raise TypeError(f"{kind.__name__} is wanted, not {type(answer).__name__}")
     return answer
+
+
+def _preference(backend: Backend, device: torch.device | None) -> Preference:
+    told = backend.preference_on(device)
+    if told not in get_args(Preference):
+        raise ValueError(f"one of {', '.join(get_args(Preference))} is wanted, not {told!r}")
+    return told
 
 
 def _as_opened(spec: TransportSpec, traits: BackendTraits) -> TransportSpec:
@@ -275,7 +291,7 @@ def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str
     """What "auto" may take, the first choice first."""
 
     def preference(name: str) -> str:
-        told, _ = _asked(lambda: known[name].preference_on(members.device), "")
+        told, _ = _asked(lambda: _preference(known[name], members.device), "")
         return told or "never"
 
     preferences = {c.name: preference(c.name) for c in candidates if c.why_not is None}
@@ -286,7 +302,8 @@ def _usable(candidates: tuple[Candidate, ...], members: Members, known: dict[str
 def _refusal(
     backend: Backend, traits: BackendTraits, config: DispatcherConfig, spec: TransportSpec, members: Members
 ) -> str | None:
-    return _not_offered(traits, config) or backend.refusal(spec, _facts(members))
+    why_not = _not_offered(traits, config) or backend.refusal(spec, _facts(members))
+    return None if why_not is None else _of_kind(str, why_not) or "it gives no reason"
 
 
 def _not_offered(traits: BackendTraits, config: DispatcherConfig) -> str | None:
