@@ -6,7 +6,7 @@ another call than the rest.
 
 All survivors name the same ranks: each proposes its verdict to the lowest rank that answers, where the first one stays,
 and nobody leaves before it has told what stayed to everyone who does not know it yet. A rank that comes later learns of
-it from its own state, even when the others are gone by then.
+it from its own state, even when the others are gone by then; so does one that was stopped, when it goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from .addresses import Address
 from .fingerprint import CallFacts, in_words, odd_ranks
 from .purpose import DISPATCHER, Purpose
-from .status import CallState, ask
+from .status import CallState, ask, tell
 
 GRACE_S = 2.0  # the longest inquiry but for its last round: timeout_s plus all of it must stay below timeout_s + 5 s
 _SETTLE_S = 0.5  # ranks that fall together do not fall in the same millisecond
@@ -116,11 +116,11 @@ class _Inquiry:
             known = self._known_verdict()
             if known is not None:
                 unaware = [rank for rank in self._answering() if not self.answers[rank].get("verdict")]
-                return make_known(self.state.propose(known), unaware, self.peers, self.state)
+                return self._left(make_known(self.state.propose(known), unaware, self.peers, self.state), pool)
             is_late = time.monotonic() > deadline
             blamed = self._blamed(silence_s=0.0 if is_late else _SILENCE_S)
             if is_late or (blamed and self._is_settled()):
-                return self._agree(blamed or self.last_comers or [])
+                return self._left(self._agree(blamed or self.last_comers or []), pool)
             time.sleep(_PAUSE_S)
 
     def _ask_all(self, pool: ThreadPoolExecutor) -> None:
@@ -179,6 +179,11 @@ class _Inquiry:
         own = Verdict(tuple(blamed), reasons, str(self.call), round(self.waited_s, 1))
         answering = sorted([*self._answering(), self.rank])
         return agree_on(own, answering, self.rank, self.peers, self.state)
+
+    def _left(self, verdict: Verdict, pool: ThreadPoolExecutor) -> Verdict:
+        """The verdict, left with those who are silent too."""
+        list(pool.map(lambda rank: tell(self.peers[rank], verdict.as_dict()), self.silent_since))
+        return verdict
 
     def _answering(self) -> list[int]:
         return [rank for rank, answer in self.answers.items() if answer["phase"] not in _GONE]
