@@ -397,6 +397,7 @@ def _race(rank: int, num_steps: int) -> int:
         return sum(dispatcher.stats().calls for dispatcher in (fast, small, exact))
 
 
+@pytest.mark.timeout(1100)
 @pytest.mark.full  # what dawdles in test_symmetric_stress.py comes to this as well
 def test_ranks_that_fall_behind_at_random_change_no_bit(ranks: Ranks, full: bool):
     num_steps = 2500 if full else 32
