@@ -127,6 +127,7 @@ def test_four_ranks_split_as_two_do(ranks: Ranks, tmp_path: Path):
 )
 def test_training_without_waits_goes_through_an_overflow(tmp_path: Path, backend: str, told: str):
     job = dataclasses.replace(job_in(tmp_path), backend=backend)
+    # Ranks of its own, for a proof that makes a group of torch's: what earlier tests have left behind stays out.
     reads, overflow = run_ranks(proved, 2, prove_sync_free, job, "", timeout_s=100.0)[0]
     assert reads.holds and overflow.holds, (reads, overflow)
     assert told in reads.result

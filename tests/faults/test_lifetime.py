@@ -199,7 +199,7 @@ import torch.distributed as dist
 import crossdock as cd
 from tests.faults.play import config, step
 
-gc.freeze()  # what is there already is nobody's garbage, and eighteen interpreters would look through it
+gc.freeze()  # what is there already is nobody's garbage, and twenty interpreters would look through it
 ranks = {}
 for number, rank in [(number, rank) for number in range(len(BODIES)) for rank in range(2)]:
     if rank == 0:
@@ -227,6 +227,19 @@ step(dispatcher)
 exec(BODIES[number])
 """
 
+DROPS = """
+import torch
+from crossdock.group.gloo import OwnGloo
+from crossdock.group.members import resolve_members
+
+own = OwnGloo(resolve_members(None, None), "dropped", 4.0)
+if rank == 0:
+    own.group.allreduce([torch.ones(2)])
+else:
+    time.sleep(0.7)
+del own
+"""
+
 # What each of two ranks does after two steps, and their exit codes.
 ENDINGS = {
     "no close": ("", (0, 0)),
@@ -235,6 +248,7 @@ ENDINGS = {
     "the group goes first": ("dist.destroy_process_group(); del dispatcher", (0, 0)),
     "the group goes last": ("del dispatcher; dist.destroy_process_group()", (0, 0)),
     "close after the group": ("dist.destroy_process_group(); dispatcher.close(); dispatcher.close()", (0, 0)),
+    "rank 1 leaves an exchange while rank 0, which has dropped it, ends": (DROPS, (0, 0)),
     "rank 1 raises while rank 0 closes": ("1 // (1 - rank); dispatcher.close()", (0, 1)),
     "rank 1 has no third step": ("if rank == 0: step(dispatcher)", (1, 0)),
     "an error that nobody catches": ("step(dispatcher, num_tokens_per_rank=8 + rank)", (1, 1)),

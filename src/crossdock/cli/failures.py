@@ -30,9 +30,8 @@ def line_of(failure: RanksFailed) -> str:
     """Which ranks failed, and how the one ended that says most: an exception before a death before silence."""
     failed = [result for result in failure.results if not result.ok]
     told = min(failed, key=lambda result: (result.silent, not result.error_type, result.error_type == _ECHO))
-    names = ", ".join(str(result.rank) for result in failed)
     said = f"{told.error_type}: {told.message}" if told.error_type else str(told)
-    return f"failed on rank {names} of {len(failure.results)}: " + said.partition("\n")[0]
+    return ": ".join(text.partition("\n")[0] for text in (str(failure), said))
 
 
 def exit_code_of(failure: BaseException) -> int:

@@ -110,17 +110,22 @@ class _Inquiry:
     last_comers: list[int] | None = None
 
     def run(self, pool: ThreadPoolExecutor) -> Verdict:
+        verdict = self._found(pool)
+        list(pool.map(lambda rank: tell(self.peers[rank], verdict.as_dict()), self.silent_since))
+        return verdict
+
+    def _found(self, pool: ThreadPoolExecutor) -> Verdict:
         deadline = time.monotonic() + GRACE_S
         while True:
             self._ask_all(pool)
             known = self._known_verdict()
             if known is not None:
                 unaware = [rank for rank in self._answering() if not self.answers[rank].get("verdict")]
-                return self._left(make_known(self.state.propose(known), unaware, self.peers, self.state), pool)
+                return make_known(self.state.propose(known), unaware, self.peers, self.state)
             is_late = time.monotonic() > deadline
             blamed = self._blamed(silence_s=0.0 if is_late else _SILENCE_S)
             if is_late or (blamed and self._is_settled()):
-                return self._left(self._agree(blamed or self.last_comers or []), pool)
+                return self._agree(blamed or self.last_comers or [])
             time.sleep(_PAUSE_S)
 
     def _ask_all(self, pool: ThreadPoolExecutor) -> None:
@@ -179,11 +184,6 @@ class _Inquiry:
         own = Verdict(tuple(blamed), reasons, str(self.call), round(self.waited_s, 1))
         answering = sorted([*self._answering(), self.rank])
         return agree_on(own, answering, self.rank, self.peers, self.state)
-
-    def _left(self, verdict: Verdict, pool: ThreadPoolExecutor) -> Verdict:
-        """The verdict, left with those who are silent too."""
-        list(pool.map(lambda rank: tell(self.peers[rank], verdict.as_dict()), self.silent_since))
-        return verdict
 
     def _answering(self) -> list[int]:
         return [rank for rank, answer in self.answers.items() if answer["phase"] not in _GONE]

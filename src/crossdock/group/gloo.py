@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import ctypes
 import os
 import weakref
@@ -73,17 +74,30 @@ def _end(held: list[Any], wait_s: float) -> None:
     """
     is_gone = _thread.allocate_lock()
     is_gone.acquire()
+    _ending[is_gone] = os.getpid()
 
     def end() -> None:
         held.clear()
+        del _ending[is_gone]
         is_gone.release()
 
     try:
         _thread.start_new_thread(end, ())
     except RuntimeError:  # no new threads while the interpreter ends
-        held.clear()
+        end()
     else:
         is_gone.acquire(timeout=wait_s)
+
+
+_ending: dict[_thread.LockType, int] = {}  # held until a group is gone, by the process that ends it
+
+
+@atexit.register
+def _await_ends() -> None:
+    """A destructor that came back while the interpreter ends would abort the process; Gloo's own limit bounds it."""
+    for is_gone, pid in list(_ending.items()):
+        if pid == os.getpid():
+            is_gone.acquire()
 
 
 def first_line(error: Exception) -> str:

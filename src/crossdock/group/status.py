@@ -28,7 +28,7 @@ _FIND_S = 1.5  # how long a peer that is silent is tried again when a dispatcher
 _FIND_TIMEOUT_S = 0.5
 _MAX_QUESTION_BYTES = 1 << 20
 _PAUSE_S = 0.05
-_TELL_S = 0.2
+_TELL_S = 0.2  # to reach a rank that may be stopped: its host answers for it
 
 
 @dataclass
